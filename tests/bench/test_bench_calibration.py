@@ -13,6 +13,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.metrics import ece
+from refusals import refuses
 from small_runs import moons_network, task_with_weights
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -113,10 +114,8 @@ def test_a_trained_run_is_calibrated_afterwards(task, tmp_path):
     assert "before" in shown.output
     assert str(run.folder / "calibrated") in shown.output.replace("\n", "")
     assert ds.load(run.folder / "calibrated").calibration.facts["rows"] == 200
-    with pytest.raises(ValueError, match="expected rows held out"):
-        jobs.calibrate_run(Run.open(run.folder), {"method": "temperature"})
-    with pytest.raises(ValueError, match="expected something to fit"):
-        jobs.calibrate_run(Run.open(run.folder), {}, rows=0.5)
+    refuses(lambda: jobs.calibrate_run(Run.open(run.folder), {"method": "temperature"}), "expected rows held out")
+    refuses(lambda: jobs.calibrate_run(Run.open(run.folder), {}, rows=0.5), "expected something to fit")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +133,5 @@ def test_what_a_task_cannot_have_is_refused_before_anything_is_trained(task, tmp
         asked = load_task(str(tmp_path / "mine.toml"), overrides=[override])
         jobs.run_all(asked, methods=["map"], seeds=[0], out=tmp_path / "runs")
 
-    with pytest.raises(ValueError, match=message):
-        run()
+    refuses(lambda: run(), message)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/posterior"))

@@ -13,6 +13,7 @@ from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.user_code import code_digest, import_object
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -166,8 +167,7 @@ def test_what_does_not_fit_is_one_error_before_anything_is_trained(mine, tmp_pat
     path = tmp_path / f"{mine}.py"
     assert old in MINE
     path.write_text(MINE.replace(old, new))
-    with pytest.raises(ValueError, match=message):
-        bench(load_task(str(tmp_path / "task.toml")), out=tmp_path / "runs")
+    refuses(lambda: bench(load_task(str(tmp_path / "task.toml")), out=tmp_path / "runs"), message)
     assert not (tmp_path / "runs").exists()
 
 
@@ -198,8 +198,7 @@ def test_own_methods_run_in_tasks_of_the_library(mine, tmp_path, monkeypatch):
 
 
 def test_a_method_that_is_no_name_of_ours_is_offered_no_far_one():
-    with pytest.raises(ValueError, match="got 'something_else'; name one of them"):
-        load_task("moons", overrides=["methods=something_else"])
+    refuses(lambda: load_task("moons", overrides=["methods=something_else"]), "got 'something_else'; name one of them")
     with pytest.raises(ValueError, match="got 'deep_ensembel'; did you mean 'deep_ensemble'"):
         load_task("moons", overrides=["methods=deep_ensembel"])
 
@@ -288,12 +287,10 @@ def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(m
     for name in (f"{mine}.py", "task.toml"):
         (other / name).write_text((tmp_path / name).read_text())
     second = run_config(load_task(str(other / "task.toml")), "deep_ensemble", 0)
-    with pytest.raises(ValueError, match="found first; rename your file"):
-        _ = Run(tmp_path / "run", second).data
+    refuses(lambda: Run(tmp_path / "run", second).data, "found first; rename your file")
     path = tmp_path / f"{mine}.py"
     path.write_text(path.read_text().replace("rows=60", "rows=30"))
-    with pytest.raises(ValueError, match="as it was imported, got a file changed since; restart Python"):
-        _ = Run(tmp_path / "run", config).data
+    refuses(lambda: Run(tmp_path / "run", config).data, "as it was imported, got a file changed since; restart Python")
 
 
 def test_what_a_module_imports_and_folders_without_init_are_this_tasks_too(tmp_path, monkeypatch):

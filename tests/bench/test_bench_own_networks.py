@@ -13,6 +13,7 @@ from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.bench.task.objects import network_maker
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -98,8 +99,7 @@ def test_a_task_runs_with_a_network_of_ones_own_and_its_posteriors_load(module, 
         with pytest.raises(ValueError, match=message) as raised:
             Run.open(folder).posterior()
         assert "damaged" not in str(raised.value)  # nothing is wrong with the run
-    with pytest.raises(ValueError, match="expected a network to load into, got none; pass network="):
-        ds.load(folder / "posterior")
+    refuses(lambda: ds.load(folder / "posterior"), "expected a network to load into, got none; pass network=")
 
 
 def test_a_task_goes_on_from_weights_of_ones_own_network(module, tmp_path):
@@ -142,8 +142,7 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
     ],
 )
 def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module, tmp_path, name, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        bench(task(name.format(module), *overrides), methods=["map"], out=tmp_path / "runs")
+    refuses(lambda: bench(task(name.format(module), *overrides), methods=["map"], out=tmp_path / "runs"), message)
     assert not (tmp_path / "runs").exists()
 
 

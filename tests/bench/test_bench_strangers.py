@@ -14,6 +14,7 @@ from dissensus.bench.run.records import read_evaluation, write_evaluation
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.terminal import print_results
+from refusals import refuses
 from small_runs import trained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -66,8 +67,7 @@ def task(tmp_path):
 )
 def test_a_value_of_a_wrong_type_is_named(task, change, text):
     path = task(**change)
-    with pytest.raises((ValueError, TypeError), match=text):
-        run_config(load_task(path, size="smoke"), "map", 0)
+    refuses(lambda: run_config(load_task(path, size="smoke"), "map", 0), text, (ValueError, TypeError))
 
 
 @pytest.mark.parametrize(
@@ -81,22 +81,19 @@ def test_a_value_of_a_wrong_type_is_named(task, change, text):
 )
 def test_settings_that_a_network_cannot_take_are_one_clear_error(task, hidden, text):
     config = run_config(load_task(task("[6]", hidden), size="smoke"), "map", 0)
-    with pytest.raises((ValueError, TypeError), match=text):
-        build.network(config, task_data(config.data))
+    refuses(lambda: build.network(config, task_data(config.data)), text, (ValueError, TypeError))
 
 
 def test_settings_that_a_data_set_cannot_take_are_an_error_about_the_task(task):
     config = run_config(load_task(task("count = 40", "count = -40"), size="smoke"), "map", 0)
-    with pytest.raises(ValueError, match="expected"):
-        task_data(config.data)
+    refuses(lambda: task_data(config.data), "expected")
 
 
 def test_a_task_that_is_no_text_is_one_clear_error(task):
     path = task()
     with open(path, "ab") as file:
         file.write(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"expected TOML in .*, got a file that is not"):
-        load_task(path)
+    refuses(lambda: load_task(path), r"expected TOML in .*, got a file that is not")
 
 
 @pytest.mark.parametrize("title", ["[/wide]", "[bold]", "[link=", "\\", "a\\[/b]"])

@@ -34,6 +34,7 @@ from dissensus.bench.width_axis import (
 )
 from dissensus.core.errors import Diverged
 from dissensus.storage.run_files import read_json
+from refusals import refuses
 
 
 def task(*overrides: str):
@@ -133,8 +134,7 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
     ],
 )
 def test_a_grid_that_cannot_be_is_one_line(override, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        width_cells(task(override), [0])
+    refuses(lambda: width_cells(task(override), [0]), message, (ValueError, TypeError))
 
 
 def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
@@ -142,8 +142,7 @@ def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
     (tmp_path / "mine.toml").write_text(text.replace("lr = 0.3, ", ""))
     mine = load_task(str(tmp_path / "mine.toml"), size="smoke")
     message = r'expected training.lr, which widths.rate = "sharing" lowers, as a number, got None'
-    with pytest.raises(TypeError, match=message):
-        width_cells(mine, [0])
+    refuses(lambda: width_cells(mine, [0]), message, TypeError)
 
 
 def test_a_bench_over_widths_writes_rows_claims_figures_and_a_page(benched):
@@ -228,8 +227,7 @@ def test_processes_side_by_side_give_the_numbers_of_one_after_another(tmp_path):
     _, together = run_all(moons, out=tmp_path / "two", jobs=2, tell=told.append, **chosen)
     assert [each.metrics["nll"] for each in together] == [each.metrics["nll"] for each in alone]
     assert sum("trained already" in text for text in told) == 2
-    with pytest.raises(ValueError, match="expected --jobs of at least 1, got 0"):
-        bench(moons, out=tmp_path / "three", jobs=0)
+    refuses(lambda: bench(moons, out=tmp_path / "three", jobs=0), "expected --jobs of at least 1, got 0")
 
 
 def row(method: str, members: int, seed: int, accuracy: float, **others) -> WidthRow:

@@ -12,6 +12,7 @@ from dissensus.bench.run.jobs import bench
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.data import Batches, Standardiser
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -121,8 +122,7 @@ def test_labels_that_do_not_count_are_not_attacked():
     ],
 )
 def test_curves_that_cannot_be_drawn_are_said(keywords, said):
-    with pytest.raises(ValueError, match=said):
-        ds.AttackCurves(**{"epsilons": [0.1]} | keywords)
+    refuses(lambda: ds.AttackCurves(**{"epsilons": [0.1]} | keywords), said)
 
 
 def test_regressions_and_loaders_that_are_used_up_are_refused():
@@ -169,5 +169,4 @@ def test_attacks_of_a_task_are_checked_before_anything_is_trained(override, said
 
 def test_a_regression_task_with_attacks_is_refused(tmp_path):
     task = load_task("cubic", size="smoke", overrides=["evaluation.attack=pgd", "evaluation.epsilons=[0.1]"])
-    with pytest.raises(ValueError, match="got a regression; pass attack=None"):
-        bench(task, methods=["map"], out=tmp_path)
+    refuses(lambda: bench(task, methods=["map"], out=tmp_path), "got a regression; pass attack=None")

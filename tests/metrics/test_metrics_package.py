@@ -1,8 +1,7 @@
 """The package's names; what importing it costs is in test_imports.py."""
 
-import pytest
-
 from dissensus import metrics
+from refusals import refuses
 
 
 def test_every_name_is_there_and_says_what_it_is():
@@ -12,5 +11,4 @@ def test_every_name_is_there_and_says_what_it_is():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'Ece'"):
-        _ = metrics.Ece
+    refuses(lambda: metrics.Ece, "has no attribute 'Ece'", AttributeError)

@@ -1,9 +1,9 @@
 """Counts at distinct scores."""
 
-import pytest
 import torch
 
 from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
+from refusals import refuses
 
 
 def test_counts_stand_at_distinct_scores_from_high_to_low():
@@ -31,5 +31,4 @@ def test_empty_bins_change_nothing():
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="expected rule"):
-        RankedCounts(torch.tensor([1]), torch.tensor([1])).fpr(0.95, "closest")
+    refuses(lambda: RankedCounts(torch.tensor([1]), torch.tensor([1])).fpr(0.95, "closest"), "expected rule")

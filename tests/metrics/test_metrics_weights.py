@@ -5,6 +5,7 @@ import torch
 
 from dissensus import metrics
 from dissensus.metrics.calibration import confidence_ece
+from refusals import refuses
 
 RANKINGS = {
     "auroc": {},
@@ -59,9 +60,7 @@ def test_what_is_no_weight_is_named():
     inside, outside, (a, b) = drawn(0)
     with pytest.raises(ValueError, match=r"expected the weights of score_ood \(..., 50\), got \(4, 70\)"):
         metrics.auroc(inside, outside, weights=(a, a))
-    with pytest.raises(ValueError, match="at least zero with a positive sum"):
-        metrics.auroc(inside, outside, weights=(-a, b))
+    refuses(lambda: metrics.auroc(inside, outside, weights=(-a, b)), "at least zero with a positive sum")
     with pytest.raises(ValueError, match="at least zero with a positive sum"):
         confidence_ece(inside / 30, inside > 3, weights=torch.zeros(70))
-    with pytest.raises(ValueError, match="expected whole numbers as weights"):
-        metrics.aurc(inside, inside, weights=torch.full((70,), 0.5))
+    refuses(lambda: metrics.aurc(inside, inside, weights=torch.full((70), 0.5)), "expected whole numbers as weights")

@@ -8,6 +8,7 @@ from dissensus.bench.rows.dataset_rows import TaskRows
 from dissensus.bench.rows.named_sets import FOREIGN, GAP, SHIFTED, set_location
 from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.task_rows import DataCache, task_data
+from refusals import refuses
 from uci_files import write_uci_files
 
 
@@ -82,8 +83,7 @@ def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_pa
         empty=(8, []),
     )
     files = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 0.2}
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        task_data(files | settings, str(tmp_path))
+    refuses(lambda: task_data(files | settings, str(tmp_path)), message, (ValueError, FileNotFoundError))
 
 
 def test_a_task_may_say_how_many_classes_there_are_where_the_training_rows_lack_some(tmp_path):
@@ -120,8 +120,7 @@ def test_the_gap_of_the_regression_is_between_its_clusters():
     ],
 )
 def test_bad_data_settings_are_one_clear_error(settings, message):
-    with pytest.raises(ValueError, match=message):
-        task_data(settings)
+    refuses(lambda: task_data(settings), message)
 
 
 def test_targets_are_standardised_by_training_rows_and_inputs_keep_their_precision(tmp_path):
@@ -182,8 +181,7 @@ def test_toys_and_their_shifts_are_one_function_with_the_same_noise():
 
 
 def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
-    with pytest.raises(FileNotFoundError, match="data_batch_1"):
-        task_data({"name": "cifar10"}, str(tmp_path))
+    refuses(lambda: task_data({"name": "cifar10"}, str(tmp_path)), "data_batch_1", FileNotFoundError)
     assert set_location("cifar10", str(tmp_path)) == "not found"
     assert set_location("digits", None) == "shipped"
     assert FOREIGN["digits"](None).x.shape == (2000, 1, 28, 28)

@@ -17,6 +17,7 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.run.run_folder import remove_unused_run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.evaluate import evaluate
+from refusals import refuses
 from small_runs import train_until, trained
 from uci_files import write_uci_files
 
@@ -178,8 +179,7 @@ def test_the_precision_of_predictions_belongs_to_the_run(tmp_path):
     assert 0 < abs(stored[1].metrics["nll"] - stored[0].metrics["nll"]) < 0.02
     assert [each.notes.get("precision") for each in stored] == [None, "bf16"]
     assert Run.open(half.folder).config.precision == "bf16"
-    with pytest.raises(ValueError, match=r"evaluation\.precision"):
-        moons(folder=half.folder).begin()
+    refuses(lambda: moons(folder=half.folder).begin(), r"evaluation\.precision")
     with pytest.raises(
         ValueError, match=r'evaluation.precision of float32, bf16, got .float16.; half precision is "bf16"'
     ):
@@ -259,14 +259,11 @@ def test_valid_files_with_the_wrong_content_are_damage_too(tmp_path):
     run = trained(moons(folder=tmp_path / "run"))
     run.evaluate()
     (run.folder / "metrics.json").write_text("[]")
-    with pytest.raises(ValueError, match="list instead of a table"):
-        Run.open(run.folder).evaluate()
+    refuses(lambda: Run.open(run.folder).evaluate(), "list instead of a table")
     (run.folder / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match="without 'ood'"):
-        Run.open(run.folder).evaluate()
+    refuses(lambda: Run.open(run.folder).evaluate(), "without 'ood'")
     (run.folder / "config.toml").write_text('task = "moons"\n')
-    with pytest.raises(ValueError, match=r"config\.toml, got a damaged one"):
-        Run.open(run.folder)
+    refuses(lambda: Run.open(run.folder), r"config\.toml, got a damaged one")
 
 
 def test_settings_are_checked_before_anything_is_trained(tmp_path):
@@ -280,20 +277,15 @@ def test_settings_are_checked_before_anything_is_trained(tmp_path):
 
 
 def test_other_wrong_uses_are_one_clear_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected a run folder, got no .*config\.toml"):
-        Run.open(tmp_path)
+    refuses(lambda: Run.open(tmp_path), r"expected a run folder, got no .*config\.toml", FileNotFoundError)
     run = moons(folder=tmp_path / "run")
     run.begin()
-    with pytest.raises(FileNotFoundError, match="expected a trained run"):
-        run.evaluate()
-    with pytest.raises(FileNotFoundError, match="dissensus evaluate"):
-        jobs.report_runs([tmp_path / "run"], tmp_path)
-    with pytest.raises(FileNotFoundError, match="expected a run folder"):
-        jobs.report_runs([tmp_path / "nothing"], tmp_path)
+    refuses(lambda: run.evaluate(), "expected a trained run", FileNotFoundError)
+    refuses(lambda: jobs.report_runs([tmp_path / "run"], tmp_path), "dissensus evaluate", FileNotFoundError)
+    refuses(lambda: jobs.report_runs([tmp_path / "nothing"], tmp_path), "expected a run folder", FileNotFoundError)
     with pytest.raises(ValueError, match="expected --seeds of at least 1, got 0"):
         jobs.bench(load_task("moons", size="smoke"), out=tmp_path, seeds=0)
-    with pytest.raises(ValueError, match="did you mean 'map'"):
-        jobs.bench(load_task("moons", size="smoke"), out=tmp_path, methods=["mapp"])
+    refuses(lambda: jobs.bench(load_task("moons", size="smoke"), out=tmp_path, methods=["mapp"]), "did you mean 'map'")
     taken = tmp_path / "file"
     taken.write_text("")
     for out in (taken, taken / "below"):
@@ -305,8 +297,7 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
     for size in ("smoke", "short"):
         task = load_task("moons", size=size, overrides=["training.epochs=1"])
         trained(Run(tmp_path / size, run_config(task, "map", 0))).evaluate()
-    with pytest.raises(ValueError, match="expected runs of one task and size"):
-        jobs.report_runs([tmp_path], tmp_path / "out")
+    refuses(lambda: jobs.report_runs([tmp_path], tmp_path / "out"), "expected runs of one task and size")
 
 
 # ---------------------------------------------------------------------------------------------- settings that failed
@@ -315,8 +306,7 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
 def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_settings(tmp_path, monkeypatch):
     monkeypatch.setattr("dissensus.bench.report.html_report.write_report", lambda results, path: [])
     wrong = load_task("moons", size="smoke", overrides=["network.outputs=1"])
-    with pytest.raises(ValueError, match="expected"):
-        jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs")
+    refuses(lambda: jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs"), "expected")
     assert not list((tmp_path / "runs").iterdir())
     jobs.bench(load_task("moons", size="smoke"), methods=["map"], out=tmp_path / "runs")
     with pytest.raises(ValueError, match=r"to hold a run with network.outputs = 1, got one without it; choose"):

@@ -19,6 +19,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.initial_weights import load_weights
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
+from refusals import refuses
 
 
 def net() -> torch.nn.Module:
@@ -59,8 +60,7 @@ def test_counts_of_batches_that_nobody_reads_may_be_missing(tmp_path, name):
     load_weights(network, tmp_path / name)
     assert same(network, saved.state_dict())
     next(m for m in network.modules() if isinstance(m, torch.nn.BatchNorm1d)).momentum = None  # the mean over batches
-    with pytest.raises(ValueError, match=r"a file without layers\.1\.num_batches_tracked"):
-        load_weights(network, tmp_path / name)
+    refuses(lambda: load_weights(network, tmp_path / name), r"a file without layers\.1\.num_batches_tracked")
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.npz", "w.safetensors"])
@@ -91,8 +91,7 @@ def test_shapes_kinds_and_numbers_that_do_not_fit_are_errors(tmp_path):
         (torch.full(good[name].shape, 1e300, dtype=torch.float64), f"expected finite numbers in {name}"),
     ):
         write(tmp_path / "w.pt", good | {name: value})
-        with pytest.raises(ValueError, match=message):
-            load_weights(net(), tmp_path / "w.pt")
+        refuses(lambda: load_weights(net(), tmp_path / "w.pt"), message)
 
 
 REFUSED = r"expected a (state dict|whole .pt file) of plain tensors .* got .* asks for "
@@ -135,18 +134,15 @@ def announced(path):
 )
 def test_what_is_no_plain_state_dict_is_named_and_takes_no_memory(tmp_path, name, written, message):
     written(tmp_path / name)
-    with pytest.raises(ValueError, match=message):
-        load_weights(net(), tmp_path / name)
+    refuses(lambda: load_weights(net(), tmp_path / name), message)
 
 
 @pytest.mark.parametrize("value", [Bomb(), Wide(), {"a": Bomb()}])
 def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_path, capsys, value):
     torch.save(value, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=REFUSED):
-        load_weights(net(), tmp_path / "w.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), REFUSED)
     (tmp_path / "w.pt").write_bytes(pickle.dumps(value))
-    with pytest.raises(ValueError, match=r"expected a whole .pt file"):
-        load_weights(net(), tmp_path / "w.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), r"expected a whole .pt file")
     assert capsys.readouterr().out == ""
 
 
@@ -175,20 +171,17 @@ def test_a_wrapper_is_taken_off_once_and_only_where_every_name_has_it(tmp_path, 
         load_weights(network, tmp_path / name)
     assert same(network, inner.module.state_dict())
     write(tmp_path / name, inner.state_dict() | {"count": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"with unexpected .*module\.layers\.0\.weight"):
-        load_weights(net(), tmp_path / name)
+    refuses(lambda: load_weights(net(), tmp_path / name), r"with unexpected .*module\.layers\.0\.weight")
 
 
 @pytest.mark.parametrize("value", [Bomb(), Wide(), {"state_dict": {"a": Bomb()}}])
 def test_the_old_form_is_refused_too_where_it_asks_for_more_than_tensors(tmp_path, capsys, value):
     torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=REFUSED):
-        load_weights(net(), tmp_path / "w.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), REFUSED)
     whole = io.BytesIO()
     torch.save(net().state_dict(), whole)  # the new form behind the old one: torch.load reads what stands first
     (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes() + whole.getvalue())
-    with pytest.raises(ValueError, match=REFUSED):
-        load_weights(net(), tmp_path / "w.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), REFUSED)
     assert capsys.readouterr().out == ""
 
 
@@ -217,18 +210,15 @@ def test_what_unpacks_to_more_than_the_network_needs_is_refused_before_it_is_unp
     monkeypatch.setattr(module, "ROOM", 10_000)
     np.savez_compressed(tmp_path / "w.npz", a=np.zeros(10**6))
     assert (tmp_path / "w.npz").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"it unpacks to 8,\d\d\d,\d\d\d bytes"):
-        load_weights(net(), tmp_path / "w.npz")
+    refuses(lambda: load_weights(net(), tmp_path / "w.npz"), r"it unpacks to 8,\d\d\d,\d\d\d bytes")
     torch.save({"a": torch.zeros(10**5)}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
-        load_weights(net(), tmp_path / "w.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), r"expected at most .* bytes for this network")
     with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         whole = zipfile.ZipFile(tmp_path / "w.pt")
         for entry in whole.namelist():
             packed.writestr(entry, whole.read(entry))
     assert (tmp_path / "packed.pt").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"its entries are larger than the file"):
-        load_weights(net(), tmp_path / "packed.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "packed.pt"), r"its entries are larger than the file")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".npz", ".safetensors"])
@@ -311,8 +301,7 @@ def test_a_file_that_is_missing_or_does_not_fit_is_an_error_before_anything_is_w
     with pytest.raises(FileNotFoundError, match=re.escape("expected network.weights = 'w.safetensors'")):
         jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
     write(task_file.parent / "w.safetensors", {"a": torch.zeros(1)})
-    with pytest.raises(ValueError, match="with unexpected a"):
-        jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
+    refuses(lambda: jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a"), "with unexpected a")
     assert not (tmp_path / "a").exists()
 
 
@@ -332,10 +321,7 @@ def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_fil
     run.begin()
     run.begin()
     write(task_file.parent / "w.safetensors", net().state_dict())
-    with pytest.raises(
-        ValueError, match=r"to hold a run with weights_sha256 = .*, got one with .*; choose another --out"
-    ):
-        run.begin()
+    refuses(lambda: run.begin(), r"to hold a run with weights_sha256 = .*, got one with .*; choose another --out")
 
 
 def test_an_archive_with_its_pickle_in_capitals_is_looked_at_too(tmp_path):
@@ -345,8 +331,7 @@ def test_an_archive_with_its_pickle_in_capitals_is_looked_at_too(tmp_path):
         whole = zipfile.ZipFile(buffer)
         for entry in whole.namelist():
             renamed.writestr(entry.replace("data.pkl", "DATA.PKL"), whole.read(entry))
-    with pytest.raises(ValueError, match=r"asks for a bytearray"):
-        load_weights(net(), tmp_path / "w.pt")
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), r"asks for a bytearray")
 
 
 @pytest.mark.parametrize(("name", "at"), [("net.npz", -5), ("net.pt", -49)])

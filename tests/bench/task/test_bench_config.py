@@ -9,6 +9,7 @@ from dissensus.bench.run.build import check_complete, posterior
 from dissensus.bench.run_grid import cells_of
 from dissensus.bench.task.config import SIZES, load_task, merge_settings, read_task, run_config, task_names
 from dissensus.bench.task.method_names import base_name
+from refusals import refuses
 
 
 def one_cell(task):
@@ -127,14 +128,12 @@ def test_unknown_names_and_wrong_values_are_one_clear_error(arguments, message):
 def test_a_task_file_that_is_wrong_is_one_clear_error(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_task(str(path))
+    refuses(lambda: load_task(str(path)), message)
 
 
 def test_a_setting_a_method_must_have_is_asked_for():
     task = load_task("moons", size="smoke")
-    with pytest.raises(ValueError, match="expected the setting strength of lit, got none"):
-        check_complete(run_config(task, "lit", 0))
+    refuses(lambda: check_complete(run_config(task, "lit", 0)), "expected the setting strength of lit, got none")
 
 
 def test_a_setting_that_one_method_lacks_is_an_error_before_anything_is_written(tmp_path):

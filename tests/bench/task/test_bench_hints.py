@@ -5,6 +5,7 @@ import pytest
 from dissensus.bench.run.convert import converted_config
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.method_names import check_overrides_read
+from refusals import refuses
 
 NET = ["network.name=MLP", "network.inputs=4", "network.outputs=3", "network.hidden=[6]"]
 
@@ -26,8 +27,7 @@ def test_a_setting_that_no_running_method_has_is_an_error_that_names_those_there
     running = ", ".join(methods or ["map", "deep_ensemble", "mc_dropout"])
     key = override.removeprefix("method.").partition("=")[0]
     words = rf"the methods that run \({running}\) of .*, got '{key}'; choose a method that has it \({owners}\)"
-    with pytest.raises(ValueError, match=words):
-        load(override, methods=methods)
+    refuses(lambda: load(override, methods=methods), words)
 
 
 def test_a_setting_for_all_goes_to_methods_that_run_and_are_not_the_tasks():
@@ -39,8 +39,7 @@ def test_a_setting_for_all_goes_to_methods_that_run_and_are_not_the_tasks():
 
 def test_a_setting_for_all_makes_no_variant_that_no_table_makes():
     task = load("method.samples=3", methods=["mc_dropout-other"])
-    with pytest.raises(ValueError, match=r"expected a table \[method.mc_dropout-other\]"):
-        run_config(task, "mc_dropout-other", 0)
+    refuses(lambda: run_config(task, "mc_dropout-other", 0), r"expected a table \[method.mc_dropout-other\]")
 
 
 @pytest.mark.parametrize(
@@ -58,13 +57,11 @@ def test_a_part_of_an_object_is_answered_by_the_forms_that_work(section, part):
     words = (
         rf"expected {section}.modulation as a whole, got .*{section}.modulation={{NAME=…}}.* of .*normal\(mean, std\)"
     )
-    with pytest.raises(ValueError, match=words):
-        converted_config("batch_ensemble", [*NET, f"{section}.{part}"])
+    refuses(lambda: converted_config("batch_ensemble", [*NET, f"{section}.{part}"]), words)
 
 
 def test_a_part_of_a_likelihood_and_of_an_object_of_some_methods_is_answered_too():
-    with pytest.raises(ValueError, match="expected likelihood as a whole"):
-        load("likelihood.noise=0.1")
+    refuses(lambda: load("likelihood.noise=0.1"), "expected likelihood as a whole")
     with pytest.raises(ValueError, match=r"expected method.prior as a whole.* of gaussian\(std\), empcov\(layer"):
         load("method.prior.layer=layers.0")
 
