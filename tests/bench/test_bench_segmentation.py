@@ -71,7 +71,7 @@ def test_scenes_to_look_at_are_those_with_most_unknown_pixels_of_each_part_of_th
     assert rows_to_show(foreign[:2]).tolist() == [0, 1]
 
 
-FEW = ["map", "tradi"]  # every posterior trains an ENet in tests/nets/test_enet.py
+FEW = ["map", "tradi"]  # every posterior trains an ENet in tests/nets/test_nets.py
 
 
 @pytest.mark.parametrize(

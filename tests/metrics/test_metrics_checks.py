@@ -1,4 +1,4 @@
-"""Every wrong input meets one clear error, whichever metric it is given to."""
+"""Every wrong input meets one clear error, whichever metric it is given to; the package's names."""
 
 import pytest
 import torch
@@ -129,3 +129,14 @@ def test_inputs_are_left_as_they_were():
     assert not metrics.brier(p, y).requires_grad
     assert torch.equal(p.detach(), before)
     assert torch.equal(y, Y)
+
+
+# --------------------------------------------------------------------------------------------------------- the package
+def test_every_name_is_there_and_says_what_it_is():
+    for name in metrics.__all__:
+        assert getattr(metrics, name).__doc__, name
+    assert set(metrics.__all__) <= set(dir(metrics))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    refuses(lambda: metrics.Ece, "has no attribute 'Ece'", AttributeError)
