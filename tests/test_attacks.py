@@ -354,25 +354,22 @@ def test_inputs_at_which_a_network_is_flat_are_no_reason_to_refuse_it():
     assert torch.equal(found.inputs, x)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"epsilon": -0.1}, ValueError, "expected epsilon of at least 0, got -0.1"),
-        ({"epsilon": math.nan}, ValueError, "expected epsilon"),
-        ({"x": torch.zeros(12, 4, dtype=torch.uint8)}, ValueError, "got torch.uint8, which has no gradient"),
-        ({"x": (torch.zeros(12, 4),)}, ValueError, "got tuple, which has no gradient"),
-        ({"x": torch.full((12, 4), math.nan)}, ValueError, "expected finite inputs"),
-        ({"y": torch.zeros(11, dtype=torch.int64)}, ValueError, r"of shape \(12,\).*got torch.int64 of shape \(11,\)"),
-        ({"y": torch.full((12,), 3)}, ValueError, "expected labels in 0…2, got 3"),
-        ({"y": torch.full((12, 3), 1 / 3)}, ValueError, "expected one class index per input"),
-        ({"y": [0] * 12}, TypeError, "expected targets as a tensor"),
-        ({"norm": "1"}, ValueError, "expected norm of inf, 2, got '1'"),
-        ({"draw": "fresch"}, ValueError, "did you mean 'fresh'"),
-        ({"bounds": (0.0, 1.0)}, ValueError, r"expected inputs within bounds \(0.0, 1.0\)"),
-        ({"at_once": 0}, ValueError, "expected at_once of at least 1"),
-        ({"posterior": nn.Linear(4, 3)}, TypeError, "expected a posterior, got Linear"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "said"), [
+    ({"epsilon": -0.1}, ValueError, "expected epsilon of at least 0, got -0.1"),
+    ({"epsilon": math.nan}, ValueError, "expected epsilon"),
+    ({"x": torch.zeros(12, 4, dtype=torch.uint8)}, ValueError, "got torch.uint8, which has no gradient"),
+    ({"x": (torch.zeros(12, 4),)}, ValueError, "got tuple, which has no gradient"),
+    ({"x": torch.full((12, 4), math.nan)}, ValueError, "expected finite inputs"),
+    ({"y": torch.zeros(11, dtype=torch.int64)}, ValueError, r"of shape \(12,\).*got torch.int64 of shape \(11,\)"),
+    ({"y": torch.full((12,), 3)}, ValueError, "expected labels in 0…2, got 3"),
+    ({"y": torch.full((12, 3), 1 / 3)}, ValueError, "expected one class index per input"),
+    ({"y": [0] * 12}, TypeError, "expected targets as a tensor"),
+    ({"norm": "1"}, ValueError, "expected norm of inf, 2, got '1'"),
+    ({"draw": "fresch"}, ValueError, "did you mean 'fresh'"),
+    ({"bounds": (0.0, 1.0)}, ValueError, r"expected inputs within bounds \(0.0, 1.0\)"),
+    ({"at_once": 0}, ValueError, "expected at_once of at least 1"),
+    ({"posterior": nn.Linear(4, 3)}, TypeError, "expected a posterior, got Linear"),
+])  # fmt: skip
 def test_what_cannot_be_attacked_is_said(change, error, said):
     x, y = tiny.points()
     given = {"posterior": ensemble(), "x": x, "y": y, "epsilon": 0.1, **FREE} | change

@@ -86,12 +86,9 @@ def test_the_study_of_composing_says_what_is_beyond_chance_and_what_is_not(bench
 
     def rows(method, nll, spread):
         same = {
-            "method": method,
-            "networks": "5",
-            "members/count": "5",
-            "seconds": "1",
+            "method": method, "networks": "5", "members/count": "5", "seconds": "1",
             **dict.fromkeys(compose.FACTS, "f"),
-        }
+        }  # fmt: skip
         other = {key: "0.5" for key in compose.MEASURES if key != "nll"}  # the same for all: nothing to test
         return [same | other | {"seed": str(s), "nll": str(nll + spread * (-1) ** s)} for s in range(5)]
 

@@ -454,32 +454,26 @@ def test_numbers_are_written_short(value, text):
     assert metric_text(value) == text
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"ood": {"b": [(torch.zeros(3, 5), torch.zeros(3))]}}, r"shape \(4,\) in 'b', as in the test set, got \(5,\)"),
-        ({"ood": {"a/b": []}}, "without '/'"),
-        ({"ood": {"b": []}}, "expected batches in 'b'"),
-        ({"score": "entropi"}, "expected score of max_probability, entropy"),
-        ({"score": "variance"}, "expected score of max_probability, entropy"),
-        ({"corrupt": ["fog"]}, "expected images"),
-        ({"corrupt": "everything"}, '"all", "benchmark"'),
-        ({"shift": {"b": [(torch.zeros(3, 4), torch.tensor([0, 1, 3]))]}}, "labels in 0…2"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "message"), [
+    ({"ood": {"b": [(torch.zeros(3, 5), torch.zeros(3))]}}, r"shape \(4,\) in 'b', as in the test set, got \(5,\)"),
+    ({"ood": {"a/b": []}}, "without '/'"),
+    ({"ood": {"b": []}}, "expected batches in 'b'"),
+    ({"score": "entropi"}, "expected score of max_probability, entropy"),
+    ({"score": "variance"}, "expected score of max_probability, entropy"),
+    ({"corrupt": ["fog"]}, "expected images"),
+    ({"corrupt": "everything"}, '"all", "benchmark"'),
+    ({"shift": {"b": [(torch.zeros(3, 4), torch.tensor([0, 1, 3]))]}}, "labels in 0…2"),
+])  # fmt: skip
 def test_bad_arguments_are_one_clear_error(keywords, message):
     x, y = rows()
     refuses(lambda: evaluate(ensemble(), [(x, y)], **keywords), message)
 
 
-@pytest.mark.parametrize(
-    ("y", "message"),
-    [
-        (torch.eye(3)[torch.zeros(60, dtype=torch.long)], "class indices to evaluate on"),
-        (torch.eye(3, dtype=torch.long)[torch.zeros(60, dtype=torch.long)], "not one-hot rows"),
-        (torch.full((60,), -1), "expected labels in 0…2, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("y", "message"), [
+    (torch.eye(3)[torch.zeros(60, dtype=torch.long)], "class indices to evaluate on"),
+    (torch.eye(3, dtype=torch.long)[torch.zeros(60, dtype=torch.long)], "not one-hot rows"),
+    (torch.full((60,), -1), "expected labels in 0…2, got -1"),
+])  # fmt: skip
 def test_bad_targets_are_one_clear_error(y, message):
     refuses(lambda: evaluate(ensemble(), [(rows()[0], y)]), message)
 

@@ -413,17 +413,13 @@ def pixels():
     ).double()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ds.DeepEnsemble([pixels(), pixels()]),
-        lambda: ds.MCDropout([pixels(), pixels()], samples=3),
-        lambda: ds.GaussianPerturbation(pixels(), noise=0.1, samples=3),
-        lambda: ds.MeanFieldVI([pixels(), pixels()], samples=2, data_size=5),
-        lambda: ds.NodeBNN(pixels(), components=2, samples=2, data_size=5),
-    ],
-    ids=["ensemble", "dropout", "perturbation", "vi", "node"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: ds.DeepEnsemble([pixels(), pixels()]),
+    lambda: ds.MCDropout([pixels(), pixels()], samples=3),
+    lambda: ds.GaussianPerturbation(pixels(), noise=0.1, samples=3),
+    lambda: ds.MeanFieldVI([pixels(), pixels()], samples=2, data_size=5),
+    lambda: ds.NodeBNN(pixels(), components=2, samples=2, data_size=5),
+], ids=["ensemble", "dropout", "perturbation", "vi", "node"])  # fmt: skip
 def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
     torch.manual_seed(0)
     posterior, sizes, add = make(), [], RunningSummary.add

@@ -261,15 +261,12 @@ def test_a_value_of_a_wrong_type_is_named(task, change, text):
     refuses(lambda: run_config(load_task(path, size="smoke"), "map", 0), text, (ValueError, TypeError))
 
 
-@pytest.mark.parametrize(
-    ("hidden", "text"),
-    [
-        ('["a"]', "expected hidden as a whole number, got 'a'"),
-        ("[-1]", "expected hidden of at least 1, got -1"),
-        (f"[{10**30}]", r"expected settings that fit the network MLP, got others .*; correct them in the task"),
-        ("[[]]", r"expected hidden as a whole number, got \[\]"),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "text"), [
+    ('["a"]', "expected hidden as a whole number, got 'a'"),
+    ("[-1]", "expected hidden of at least 1, got -1"),
+    (f"[{10**30}]", r"expected settings that fit the network MLP, got others .*; correct them in the task"),
+    ("[[]]", r"expected hidden as a whole number, got \[\]"),
+])  # fmt: skip
 def test_settings_that_a_network_cannot_take_are_one_clear_error(task, hidden, text):
     config = run_config(load_task(task("[6]", hidden), size="smoke"), "map", 0)
     refuses(lambda: build.network(config, task_data(config.data)), text, (ValueError, TypeError))

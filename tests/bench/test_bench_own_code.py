@@ -480,12 +480,8 @@ def test_weights_of_a_network_of_ones_own_are_converted(module, tmp_path):
     twin = Twin()
     torch.save(twin.state_dict(), "own.pt")
     sets = [
-        "network.inputs=4",
-        "network.num_classes=3",
-        "method.data_size=50",
-        "method.components=1",
-        "method.samples=1",
-    ]
+        "network.inputs=4", "network.num_classes=3", "method.data_size=50", "method.components=1", "method.samples=1",
+    ]  # fmt: skip
     posterior = convert(Path("own.pt"), "node_bnn", tmp_path / "out", overrides=[f"network.name={module}:Own", *sets])
     loaded = ds.load(tmp_path / "out", sys.modules[module].Own(4, 3))
     x = torch.randn(5, 4)
@@ -498,13 +494,10 @@ def test_weights_of_a_network_of_ones_own_are_converted(module, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize(
-    ("library", "name", "settings"),
-    [
-        ("torchvision.models", "torchvision.models:squeezenet1_1", ["network.num_classes=3"]),
-        ("timm", "timm:create_model", ["network.model_name=resnet10t", "network.num_classes=3"]),
-    ],
-)
+@pytest.mark.parametrize(("library", "name", "settings"), [
+    ("torchvision.models", "torchvision.models:squeezenet1_1", ["network.num_classes=3"]),
+    ("timm", "timm:create_model", ["network.model_name=resnet10t", "network.num_classes=3"]),
+])  # fmt: skip
 def test_weights_of_a_foreign_model_are_converted(library, name, settings, tmp_path):
     pytest.importorskip(library, reason=f"{library} is not installed")
     network = network_maker(name)(

@@ -70,13 +70,9 @@ def benched(tmp_path_factory):
 
 # Those whose like runs every time: the same kinds of data with other settings. All are built, below.
 SLOW = (
-    "toy-regression",
-    "toy-regression-small",
-    "toy-classification-small",
-    "forde-variants",
-    "lengthscales",
+    "toy-regression", "toy-regression-small", "toy-classification-small", "forde-variants", "lengthscales",
     "toy-classification",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -145,15 +141,10 @@ def test_every_method_of_every_size_can_be_built(name, size):
         optimizer(built, config.training)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "hidden", "prior"),
-    [
-        ("toy-regression", 24_000, [200, 50, 50, 50], None),
-        ("toy-classification", 12_000, [200, 50, 50, 50], None),
-        ("toy-regression-small", 5_001, [10, 10], 1.0),
-        ("toy-classification-small", 10_000, [10, 10], 1.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "steps", "hidden", "prior"), [
+    ("toy-regression", 24_000, [200, 50, 50, 50], None), ("toy-classification", 12_000, [200, 50, 50, 50], None),
+    ("toy-regression-small", 5_001, [10, 10], 1.0), ("toy-classification-small", 10_000, [10, 10], 1.0),
+])  # fmt: skip
 def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, prior):
     task = load_task(name, size="paper")
     config = run_config(task, "forde", 0)
@@ -260,13 +251,10 @@ def test_what_chooses_alpha_is_neither_a_test_corruption_nor_a_test_image():
 # ------------------------------------------------------------------------------------------------ `dissensus capacity`
 # nodes: the talk on node noise and spec of its networks, Σ in_channels; parameters: torchvision's, and those of the papers
 PUBLISHED = {
-    "LeNet, 28×28": (44_190, 467, 44_426),
-    "AlexNet": (61_090_496, 18_307, 61_100_840),
-    "VGG16, small head": (15_239_872, 5_251, 15_245_130),
-    "VGG16, large head": (138_344_128, 36_995, 138_357_544),
-    "ResNet-50": (25_502_912, 24_579, 25_557_032),
-    "WRN-28-10": (36_461_232, 9_475, 36_479_194),
-}
+    "LeNet, 28×28": (44_190, 467, 44_426), "AlexNet": (61_090_496, 18_307, 61_100_840),
+    "VGG16, small head": (15_239_872, 5_251, 15_245_130), "VGG16, large head": (138_344_128, 36_995, 138_357_544),
+    "ResNet-50": (25_502_912, 24_579, 25_557_032), "WRN-28-10": (36_461_232, 9_475, 36_479_194),
+}  # fmt: skip
 
 
 def test_the_talks_table_to_the_digit():
@@ -292,18 +280,15 @@ def test_a_network_that_needs_values_is_built_with_them(monkeypatch):
     assert capacities(["mine:NoMeta"])["mine:NoMeta"].nodes == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["LeNett"], r"of MLP, AlexNet, .*WideResNet, got 'LeNett'; did you mean 'LeNet'\?"),
-        (["nowhere.at.all:Net"], "expected a network that can be imported"),
-        (["VGG16", "--set", "network.haed=large"], "did you mean 'head'"),
-        (["VGG16", "--set", "network.head=huge"], "expected head of small, large, got 'huge'"),
-        (["ResNet", "--set", "depth=18"], r"expected network.key=value for --set, got 'depth=18'"),
-        (["ResNet", "--set", "network.depth=deep"], "expected a whole number for network.depth, got 'deep'"),
-        (["MLP"], "missing 2 required positional arguments"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error"), [
+    (["LeNett"], r"of MLP, AlexNet, .*WideResNet, got 'LeNett'; did you mean 'LeNet'\?"),
+    (["nowhere.at.all:Net"], "expected a network that can be imported"),
+    (["VGG16", "--set", "network.haed=large"], "did you mean 'head'"),
+    (["VGG16", "--set", "network.head=huge"], "expected head of small, large, got 'huge'"),
+    (["ResNet", "--set", "depth=18"], r"expected network.key=value for --set, got 'depth=18'"),
+    (["ResNet", "--set", "network.depth=deep"], "expected a whole number for network.depth, got 'deep'"),
+    (["MLP"], "missing 2 required positional arguments"),
+])  # fmt: skip
 def test_what_a_user_gets_wrong_is_one_line(arguments, error, command_line):
     code, _, said = command_line("capacity", *arguments)
     assert code == 2

@@ -128,15 +128,11 @@ def test_toys_run_and_every_seed_is_another_draw(name, tmp_path):
     assert {"gaussian_nll", f"shift/{shift}/gaussian_nll"} <= first.metrics.keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "alone"),
-    [
-        ("mnist-ood", ["deep_ensemble", "tradi", "tradi-layer", "tradi-diagonal"]),
-        ("uci", ["mc_dropout", "deep_ensemble"]),
-        ("cubic", ["mc_dropout", "deep_ensemble"]),
-        ("gp-draw", ["mc_dropout", "deep_ensemble"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "alone"), [
+    ("mnist-ood", ["deep_ensemble", "tradi", "tradi-layer", "tradi-diagonal"]),
+    ("uci", ["mc_dropout", "deep_ensemble"]), ("cubic", ["mc_dropout", "deep_ensemble"]),
+    ("gp-draw", ["mc_dropout", "deep_ensemble"]),
+])  # fmt: skip
 def test_one_training_serves_all_methods_that_can_share_it(name, alone, tmp_path):
     task = load_task(name, size="paper")
     runs = [Run(tmp_path, run_config(task, method, 0)) for method in task.methods]
@@ -418,15 +414,12 @@ def test_a_trained_run_is_calibrated_afterwards(task, tmp_path):
     refuses(lambda: jobs.calibrate_run(Run.open(run.folder), {}, rows=0.5), "expected something to fit")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("calibration.method=scale", "expected calibration.method of temperature, vector, isotonic, histogram"),
-        ("calibration.score=cqr", "expected calibration.score of lac"),
-        ("calibration.level=1.5", "expected .*level"),
-        ("calibration.alpha=0.1", "calibration.alpha"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("calibration.method=scale", "expected calibration.method of temperature, vector, isotonic, histogram"),
+    ("calibration.score=cqr", "expected calibration.score of lac"),
+    ("calibration.level=1.5", "expected .*level"),
+    ("calibration.alpha=0.1", "calibration.alpha"),
+])  # fmt: skip
 def test_what_a_task_cannot_have_is_refused_before_anything_is_trained(task, tmp_path, override, message):
 
     def run():

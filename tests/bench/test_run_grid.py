@@ -56,18 +56,15 @@ def test_an_axis_may_have_values_of_its_own(load):
     assert (second.label, second.log, second.values) == ("noise", False, [0.0, 0.2])
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("= [0.1, 0.5]", "= 0.1", "expected a method.mc_dropout.rate for each of"),
-        ('label = "dropout rate"', "values = [1]", "expected a method.mc_dropout.rate for each of"),
-        ('label = "dropout rate"', 'lable = "rate"', "expected a key of .grid.rate.*'lable'"),
-        ('"data.label_noise" = [0.0, 0.2]', "log = true", "expected a setting in .grid.noise., got none"),
-        ("samples = 3", "rate = 0.3", "expected method.mc_dropout.rate in .grid.rate. only"),
-        ("count = 60", "label_noise = 0.3", "expected data.label_noise in .grid.noise. only"),
-        ("[0.0, 0.2]", "[0.0, 2.0]", "expected a number of at most 1 for small, .*label_noise, got 2"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("= [0.1, 0.5]", "= 0.1", "expected a method.mc_dropout.rate for each of"),
+    ('label = "dropout rate"', "values = [1]", "expected a method.mc_dropout.rate for each of"),
+    ('label = "dropout rate"', 'lable = "rate"', "expected a key of .grid.rate.*'lable'"),
+    ('"data.label_noise" = [0.0, 0.2]', "log = true", "expected a setting in .grid.noise., got none"),
+    ("samples = 3", "rate = 0.3", "expected method.mc_dropout.rate in .grid.rate. only"),
+    ("count = 60", "label_noise = 0.3", "expected data.label_noise in .grid.noise. only"),
+    ("[0.0, 0.2]", "[0.0, 2.0]", "expected a number of at most 1 for small, .*label_noise, got 2"),
+])  # fmt: skip
 def test_a_grid_that_cannot_be_is_an_error_before_anything_runs(load, old, new, message):
     refuses(lambda: cells_of(load(TASK.replace(old, new)), ["map", "mc_dropout"]), message, (ValueError, TypeError))
 
@@ -264,18 +261,12 @@ def test_intervals_count_images_once_however_many_seeds_share_them(papers):
     assert (found["seeds"], found["above"]) == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "ours", "low", "high", "said"),
-    [
-        (0.018, 0.011, 0.008, 0.014, "agrees"),
-        (0.018, 0.005, 0.002, 0.008, "weaker"),
-        (0.018, 0.005, -0.001, 0.011, "does not come out"),
-        (0.018, -0.01, -0.02, -0.005, "does not come out"),
-        (-0.024, -0.02, -0.03, -0.01, "agrees"),
-        (0.001, 0.0, -0.002, 0.002, "agrees"),
-        (0.001, 0.01, 0.008, 0.012, "does not come out"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "ours", "low", "high", "said"), [
+    (0.018, 0.011, 0.008, 0.014, "agrees"), (0.018, 0.005, 0.002, 0.008, "weaker"),
+    (0.018, 0.005, -0.001, 0.011, "does not come out"), (0.018, -0.01, -0.02, -0.005, "does not come out"),
+    (-0.024, -0.02, -0.03, -0.01, "agrees"), (0.001, 0.0, -0.002, 0.002, "agrees"),
+    (0.001, 0.01, 0.008, 0.012, "does not come out"),
+])  # fmt: skip
 def test_a_verdict_compares_a_difference_with_the_published_one(papers, wanted, ours, low, high, said):
     assert papers.papers_page.verdict(wanted, ours, low, high, 0.001) == said
 

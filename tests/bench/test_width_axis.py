@@ -233,12 +233,8 @@ def test_processes_side_by_side_give_the_numbers_of_one_after_another(tmp_path):
 def row(method: str, members: int, seed: int, accuracy: float, **others) -> WidthRow:
     """A row made by hand; embedded ensembles are at γ = M."""
     facts = {
-        "factor": 1.0,
-        "units": 8,
-        "p": None,
-        "gamma": "M" if method == "batch_ensemble" else "",
-        "parameters": 100,
-    }
+        "factor": 1.0, "units": 8, "p": None, "gamma": "M" if method == "batch_ensemble" else "", "parameters": 100,
+    }  # fmt: skip
     alone = {"member_accuracy": accuracy - 0.1, "train_member_accuracy": accuracy, "diverged": None}
     return {"method": method, "members": members, "seed": seed, "accuracy": accuracy, **facts, **alone, **others}
 
@@ -380,12 +376,8 @@ def test_the_published_size_trains_on_files_in_the_form_of_cifar(undrawn, tmp_pa
         images[:, 0] = torch.arange(10)
         (folder / f"{name}.bin").write_bytes(images.numpy().tobytes())
     overrides = [
-        "widths.factors=[0.25]",
-        "widths.members=[2]",
-        "widths.p=[]",
-        "widths.p_members=2",
-        "training.epochs=1",
-    ]
+        "widths.factors=[0.25]", "widths.members=[2]", "widths.p=[]", "widths.p_members=2", "training.epochs=1",
+    ]  # fmt: skip
     paper = load_task("embedded-width", size="paper", overrides=[*overrides, "training.batch_size=25"])
     bench_grid(paper, out=tmp_path / "out", source=str(tmp_path))
     found = {row["method"]: row for row in table_rows(tmp_path / "out" / "results.csv", TEXTS)}

@@ -264,19 +264,10 @@ def pil(image):
     return Image.fromarray(image.movedim(0, -1).numpy())
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        IMAGES,
-        IMAGES.numpy(),
-        IMAGES.movedim(1, -1),
-        IMAGES.movedim(1, -1).numpy(),
-        [pil(image) for image in IMAGES],
-        list(IMAGES.numpy()),
-        [pil(image).convert("RGBA") for image in IMAGES],
-    ],
-    ids=["tensor", "array", "channels last", "array channels last", "PIL", "list", "RGBA"],
-)
+@pytest.mark.parametrize("given", [
+    IMAGES, IMAGES.numpy(), IMAGES.movedim(1, -1), IMAGES.movedim(1, -1).numpy(), [pil(image) for image in IMAGES],
+    list(IMAGES.numpy()), [pil(image).convert("RGBA") for image in IMAGES],
+], ids=["tensor", "array", "channels last", "array channels last", "PIL", "list", "RGBA"])  # fmt: skip
 def test_images_in_any_form_become_what_the_network_saw(given):
     assert torch.equal(as_input_transform(SCALE)(given), SCALE(IMAGES))
 

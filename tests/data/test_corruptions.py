@@ -27,12 +27,8 @@ RANDOM = (
 # frost hides less and dims more, glass blurs what it displaced, mud follows water, colour comes back. Elastic transform
 # moves less and less from severity to severity, and bends more and more sharply.
 GROWING = {
-    "motion_blur": (1, 2, 3, 5),
-    "frost": (1, 2, 3),
-    "glass_blur": (3, 4),
-    "spatter": (1, 2, 3),
-    "saturate": (3, 4, 5),
-}
+    "motion_blur": (1, 2, 3, 5), "frost": (1, 2, 3), "glass_blur": (3, 4), "spatter": (1, 2, 3), "saturate": (3, 4, 5),
+}  # fmt: skip
 
 
 def pictures(count: int = 4, channels: int = 3, height: int = 32, width: int = 32) -> torch.Tensor:

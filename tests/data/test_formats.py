@@ -84,22 +84,14 @@ def test_idx_of_every_type_comes_back_as_written(tmp_path, code, shape, zipped):
     np.testing.assert_array_equal(found, values)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda raw: raw[:-1], "28 bytes are needed for shape"),
-        (lambda raw: raw + b"\0", "it has 29"),
-        (lambda raw: raw[:10], "it has 10"),
-        (lambda raw: raw[:3], "expected an IDX file"),
-        (lambda raw: b"", "expected an IDX file"),
-        (lambda raw: b"\1" + raw[1:], "expected an IDX file"),
-        (lambda raw: raw[:2] + b"\x0a" + raw[3:], "expected an IDX file"),
-        (lambda raw: raw[:3] + b"\0", "expected an IDX file"),
-        (lambda raw: gzip.compress(raw)[:-9], "gzip"),
-        (lambda raw: gzip.compress(raw)[:-6] + b"\0\0\0\0\0\0", "gzip"),
-        (lambda raw: b"\x1f\x8bnothing", "gzip"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda raw: raw[:-1], "28 bytes are needed for shape"), (lambda raw: raw + b"\0", "it has 29"),
+    (lambda raw: raw[:10], "it has 10"), (lambda raw: raw[:3], "expected an IDX file"),
+    (lambda raw: b"", "expected an IDX file"), (lambda raw: b"\1" + raw[1:], "expected an IDX file"),
+    (lambda raw: raw[:2] + b"\x0a" + raw[3:], "expected an IDX file"),
+    (lambda raw: raw[:3] + b"\0", "expected an IDX file"), (lambda raw: gzip.compress(raw)[:-9], "gzip"),
+    (lambda raw: gzip.compress(raw)[:-6] + b"\0\0\0\0\0\0", "gzip"), (lambda raw: b"\x1f\x8bnothing", "gzip"),
+])  # fmt: skip
 def test_damaged_idx_is_a_value_error(tmp_path, change, message):
     raw = idx_bytes(np.arange(16, dtype=np.uint8).reshape(4, 4), "u1")
     path = tmp_path / "values.gz"
@@ -126,17 +118,14 @@ def test_npz_images_come_channels_first_from_every_layout(tmp_path, keys, layout
     assert labels.dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"pictures": np.zeros((2, 4, 4), np.uint8)}, "expected the keys"),
-        ({"images": np.zeros((2, 4, 4)), "labels": np.zeros(2, int)}, "uint8"),
-        ({"images": np.zeros((2, 3, 4, 3), np.uint8), "labels": np.zeros(2, int)}, "one channel axis"),
-        ({"images": np.zeros((2, 5, 4, 4), np.uint8), "labels": np.zeros(2, int)}, "one channel axis"),
-        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "2 integer labels"),
-        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2)}, "2 integer labels"),
-    ],
-)
+@pytest.mark.parametrize(("arrays", "message"), [
+    ({"pictures": np.zeros((2, 4, 4), np.uint8)}, "expected the keys"),
+    ({"images": np.zeros((2, 4, 4)), "labels": np.zeros(2, int)}, "uint8"),
+    ({"images": np.zeros((2, 3, 4, 3), np.uint8), "labels": np.zeros(2, int)}, "one channel axis"),
+    ({"images": np.zeros((2, 5, 4, 4), np.uint8), "labels": np.zeros(2, int)}, "one channel axis"),
+    ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "2 integer labels"),
+    ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2)}, "2 integer labels"),
+])  # fmt: skip
 def test_npz_with_the_wrong_arrays_is_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "set.npz", **arrays)
     refuses(lambda: read_npz(tmp_path / "set.npz"), message)

@@ -61,16 +61,10 @@ def write_idx(folder, pictures, prefix="t10k", suffix=".gz"):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-@pytest.mark.parametrize(
-    ("read", "sub"),
-    [
-        (mnist, "mnist"),
-        (mnist, "MNIST/raw"),
-        (fashion_mnist, "fashion_mnist"),
-        (fashion_mnist, "FashionMNIST/raw"),
-        (notmnist, "notmnist"),
-    ],
-)
+@pytest.mark.parametrize(("read", "sub"), [
+    (mnist, "mnist"), (mnist, "MNIST/raw"), (fashion_mnist, "fashion_mnist"), (fashion_mnist, "FashionMNIST/raw"),
+    (notmnist, "notmnist"),
+])  # fmt: skip
 def test_idx_sets_are_read_from_their_usual_folders(tmp_path, pictures, read, sub, suffix):
     write_idx(tmp_path / sub, pictures, suffix=suffix)
     found = read("test", folder=tmp_path)

@@ -74,19 +74,13 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
     assert uci_regression("bostonHousing").x_test.shape == (5, 13)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train": range(16)}, "disjoint train and test rows, got 1 in both"),
-        ({"test": range(15, 21)}, "whole numbers from 0 to 19"),
-        ({"test": [-1, 16]}, "whole numbers from 0 to 19"),
-        ({"train": [0, 0, 1]}, "each at most once"),
-        ({"features": (0, 1, 2)}, "one target column outside the features"),
-        ({"features": (0, 4)}, "whole numbers from 0 to 3"),
-        ({"train": [0.5, 1], "form": "%.3f"}, "whole numbers"),
-        ({"train": [np.nan, 1], "form": "%.3f"}, "whole numbers"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"train": range(16)}, "disjoint train and test rows, got 1 in both"),
+    ({"test": range(15, 21)}, "whole numbers from 0 to 19"), ({"test": [-1, 16]}, "whole numbers from 0 to 19"),
+    ({"train": [0, 0, 1]}, "each at most once"), ({"features": (0, 1, 2)}, "one target column outside the features"),
+    ({"features": (0, 4)}, "whole numbers from 0 to 3"), ({"train": [0.5, 1], "form": "%.3f"}, "whole numbers"),
+    ({"train": [np.nan, 1], "form": "%.3f"}, "whole numbers"),
+])  # fmt: skip
 def test_wrong_indices_are_refused(tmp_path, table, changes, message):
     write_folder(tmp_path, table, **changes)
     refuses(lambda: regression_split(*map(torch.from_numpy, read_uci_folder(tmp_path, 0))), message)
@@ -102,16 +96,11 @@ def test_values_that_are_not_finite_are_refused(tmp_path, table, column, value):
     refuses(lambda: regression_split(x, y, torch.arange(15), torch.arange(15, 20)), "finite inputs and targets")
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
-        ([0, 1, 2], [2, 3], "disjoint train and test rows, got 1 in both"),
-        ([0, 1, -1], [3], "expected train rows from 0 to 19"),
-        ([0, 1], [20], "expected test rows from 0 to 19"),
-        ([0, 0], [3], "each at most once"),
-        ([0, 1], [], "at least one"),
-    ],
-)
+@pytest.mark.parametrize(("train", "test", "message"), [
+    ([0, 1, 2], [2, 3], "disjoint train and test rows, got 1 in both"),
+    ([0, 1, -1], [3], "expected train rows from 0 to 19"), ([0, 1], [20], "expected test rows from 0 to 19"),
+    ([0, 0], [3], "each at most once"), ([0, 1], [], "at least one"),
+])  # fmt: skip
 def test_splits_whose_rows_overlap_repeat_or_do_not_exist_are_refused(table, train, test, message):
     x, y = torch.from_numpy(table[:, [0, 1, 3]]), torch.from_numpy(table[:, 2])
     refuses(lambda: regression_split(x, y, torch.tensor(train), torch.tensor(test, dtype=torch.int64)), message)

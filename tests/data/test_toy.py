@@ -211,14 +211,11 @@ def test_wrong_rows_are_not_those_that_are_held_out_with_the_same_seed():
         assert abs(float(wrong[held].double().mean()) - 0.25) < 5 * (0.25 * 0.75 / 1000) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("labels", "share", "message"),
-    [
-        (torch.arange(4), 1.5, "expected share of at least 0 and of at most 1, got 1.5"),
-        (torch.arange(4), 0.5, "expected labels .N,. from 0 to 2"),
-        (torch.ones(4), 0.5, "expected labels .N,. from 0 to 2"),
-    ],
-)
+@pytest.mark.parametrize(("labels", "share", "message"), [
+    (torch.arange(4), 1.5, "expected share of at least 0 and of at most 1, got 1.5"),
+    (torch.arange(4), 0.5, "expected labels .N,. from 0 to 2"),
+    (torch.ones(4), 0.5, "expected labels .N,. from 0 to 2"),
+])  # fmt: skip
 def test_what_is_no_label_or_no_share_is_an_error(labels, share, message):
     with pytest.raises(ValueError, match=message):
         noisy_labels(labels, share, classes=3)

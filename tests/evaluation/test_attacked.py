@@ -109,18 +109,12 @@ def test_labels_that_do_not_count_are_not_attacked():
     assert found.metrics["attack/pgd/nll"] == pytest.approx(expected.metrics["attack/pgd/nll"])
 
 
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"epsilons": []}, "ascending epsilons"),
-        ({"epsilons": [0.2, 0.1]}, "ascending epsilons"),
-        ({"epsilons": [0.0, 0.1]}, "epsilons above 0"),
-        ({"names": ["pdg"]}, "did you mean 'pgd'"),
-        ({"names": []}, "expected attacks and ascending"),
-        ({"steps": 0}, "expected steps of at least 1"),
-        ({"fool_steps": -1}, "expected fool_steps"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "said"), [
+    ({"epsilons": []}, "ascending epsilons"), ({"epsilons": [0.2, 0.1]}, "ascending epsilons"),
+    ({"epsilons": [0.0, 0.1]}, "epsilons above 0"), ({"names": ["pdg"]}, "did you mean 'pgd'"),
+    ({"names": []}, "expected attacks and ascending"), ({"steps": 0}, "expected steps of at least 1"),
+    ({"fool_steps": -1}, "expected fool_steps"),
+])  # fmt: skip
 def test_curves_that_cannot_be_drawn_are_said(keywords, said):
     refuses(lambda: ds.AttackCurves(**{"epsilons": [0.1]} | keywords), said)
 
@@ -153,14 +147,11 @@ def test_the_task_runs_and_its_page_shows_attacks_and_fooling_inputs(tmp_path):
     assert again.evaluate().metrics == results.methods["map"][0].metrics
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("evaluation.attack=pdg", "did you mean 'pgd'"),
-        ("evaluation.epsilons=[-0.1]", "expected epsilon of at least 0"),
-        ("evaluation.attack_norm=l2", "expected norm of inf, 2, got 'l2'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("evaluation.attack=pdg", "did you mean 'pgd'"),
+    ("evaluation.epsilons=[-0.1]", "expected epsilon of at least 0"),
+    ("evaluation.attack_norm=l2", "expected norm of inf, 2, got 'l2'"),
+])  # fmt: skip
 def test_attacks_of_a_task_are_checked_before_anything_is_trained(override, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         bench(load_task("adversarial", size="smoke", overrides=[override]), methods=["map"], out=tmp_path / "runs")

@@ -212,13 +212,9 @@ def test_foreign_inputs_without_targets_are_taken_and_sets_are_not_asked_to_cove
     flat = torch.linspace(0.01, 1, 100)[:, None] * x[:100]  # the first are flatter: half of them would be seen
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(flat), batch_size=30)
     sets = {
-        "labelled": [(flat, y[:100])],
-        "data": [flat, y[:100]],
-        "tensor": flat,
-        "array": flat.numpy(),
-        "loader": [flat[:50], flat[50:]],
-        "lists": loader,
-    }
+        "labelled": [(flat, y[:100])], "data": [flat, y[:100]], "tensor": flat, "array": flat.numpy(),
+        "loader": [flat[:50], flat[50:]], "lists": loader,
+    }  # fmt: skip
     caplog.clear()
     found = ds.evaluate(posterior, [(x[200:], y[200:])], ood=sets).metrics
     assert not caplog.records

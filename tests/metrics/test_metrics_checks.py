@@ -62,19 +62,10 @@ def test_nan_is_named_with_its_place():
         metrics.auroc(torch.zeros(3), torch.tensor([torch.nan]))
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        metrics.accuracy,
-        metrics.brier,
-        metrics.ece,
-        metrics.adaptive_ece,
-        metrics.classwise_ece,
-        metrics.debiased_ece,
-        metrics.brier_decomposition,
-        metrics.miou,
-    ],
-)
+@pytest.mark.parametrize("metric", [
+    metrics.accuracy, metrics.brier, metrics.ece, metrics.adaptive_ece, metrics.classwise_ece, metrics.debiased_ece,
+    metrics.brier_decomposition, metrics.miou,
+])  # fmt: skip
 def test_nothing_to_measure_is_an_error(metric):
     with pytest.raises(ValueError, match="at least one labelled example, got none"):
         metric(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))

@@ -349,13 +349,9 @@ def test_unequal_lengths_are_refused():
 
 # ------------------------------------- example weights: ones are the plain metric, whole numbers are repeated examples
 RANKINGS = {
-    "auroc": {},
-    "aupr": {},
-    "aupr_in": {},
-    "aupr_adjusted": {"prevalence": 0.3},
-    "fpr95": {},
+    "auroc": {}, "aupr": {}, "aupr_in": {}, "aupr_adjusted": {"prevalence": 0.3}, "fpr95": {},
     "fpr95_in": {"rule": "nearest", "recall": 0.8},
-}
+}  # fmt: skip
 
 
 def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

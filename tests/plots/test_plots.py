@@ -210,13 +210,10 @@ def sweep(seeds: int) -> Figure:
 
 
 FIGURES = {
-    **{f"bands of {n}": (bands, n) for n in (1, 3, 6, 10, 11)},
-    **{f"maps of {n}": (maps, n) for n in (1, 3, 6, 10)},
-    "distances of 6": (distances, 6),
-    "distances of 11": (distances, 11),
-    "sweep of one seed": (sweep, 1),
+    **{f"bands of {n}": (bands, n) for n in (1, 3, 6, 10, 11)}, **{f"maps of {n}": (maps, n) for n in (1, 3, 6, 10)},
+    "distances of 6": (distances, 6), "distances of 11": (distances, 11), "sweep of one seed": (sweep, 1),
     "sweep of three seeds": (sweep, 3),
-}
+}  # fmt: skip
 
 
 BETWEEN = (

@@ -277,12 +277,9 @@ def test_what_the_template_has_frozen_stays_so(tmp_path):
 def test_a_file_that_freezes_what_is_not_there_is_damaged(tmp_path):
     ds.save(ds.MAP(with_norm_in_eval()), tmp_path)
     wrong = (
-        {"eval": ["network.7"]},
-        {"frozen": ["particles.shared.network.9"]},
-        {"eval": 3},
-        {"eval": [3]},
+        {"eval": ["network.7"]}, {"frozen": ["particles.shared.network.9"]}, {"eval": 3}, {"eval": [3]},
         {"loop": ["a"]},
-    )
+    )  # fmt: skip
     kept = config_of(tmp_path)["kept"]
     for each in (*(kept | other for other in wrong), [], {}):
         reseal(tmp_path, {**config_of(tmp_path), "kept": each})

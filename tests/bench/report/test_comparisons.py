@@ -61,13 +61,8 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
         "ood/far/score/max_probability": foreign,
     }
     keys = (
-        "accuracy",
-        "nll",
-        "brier",
-        "ece",
-        "aurc",
-        *(f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in")),
-    )
+        "accuracy", "nll", "brier", "ece", "aurc", *(f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in")),
+    )  # fmt: skip
     given = Evaluation("classification", dict.fromkeys(keys, 0.0), arrays, "max_probability", ("far",))
     weights = [resample_counts(n, 5, generator) for n in (80, 50)]
     for measure in measures(given):
@@ -77,16 +72,12 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
             i, o = (torch.repeat_interleave(torch.arange(w.shape[1]), w[r].long()) for w in weights)
             inside, outside = arrays["test/score/max_probability"][i], foreign[o]
             expected = {
-                "accuracy": arrays["test/correct"][i].mean(),
-                "nll": metrics.nll(log_p[i], y[i]),
-                "brier": metrics.brier(log_p[i].exp(), y[i]),
-                "ece": metrics.ece(log_p[i].exp(), y[i]),
+                "accuracy": arrays["test/correct"][i].mean(), "nll": metrics.nll(log_p[i], y[i]),
+                "brier": metrics.brier(log_p[i].exp(), y[i]), "ece": metrics.ece(log_p[i].exp(), y[i]),
                 "aurc": metrics.aurc(-inside, 1 - arrays["test/correct"][i]),
-                "ood/far/auroc": metrics.auroc(inside, outside),
-                "ood/far/aupr": metrics.aupr(inside, outside),
-                "ood/far/fpr95": metrics.fpr95(inside, outside),
-                "ood/far/fpr95_in": metrics.fpr95_in(inside, outside),
-            }
+                "ood/far/auroc": metrics.auroc(inside, outside), "ood/far/aupr": metrics.aupr(inside, outside),
+                "ood/far/fpr95": metrics.fpr95(inside, outside), "ood/far/fpr95_in": metrics.fpr95_in(inside, outside),
+            }  # fmt: skip
             assert float(found[r]) == pytest.approx(float(expected[measure.key]), abs=1e-12), measure.key
     assert len(measures(given)) == len(keys)
     root = of_measures.root_mean(weights[:1], arrays["test/nll"])

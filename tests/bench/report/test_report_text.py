@@ -179,12 +179,9 @@ def test_what_is_chosen_by_is_measured_on_validation_rows():
 # --------------------------------------------------------------------------------------------------------- results.csv
 def test_a_spreadsheet_runs_no_cell_and_reading_back_gives_every_text(tmp_path):
     texts = [
-        *['=HYPERLINK("http://x","y")', "+1+cmd", "-a", "@x", "a=b"],
-        *["'=x", "''-1", "'plain", "-1_0"],
-        "\tx",
-        "\rx",
+        *['=HYPERLINK("http://x","y")', "+1+cmd", "-a", "@x", "a=b"], *["'=x", "''-1", "'plain", "-1_0"], "\tx", "\rx",
         "",
-    ]
+    ]  # fmt: skip
     numbers = [-1.5, 2.0, float("-inf"), 1e-300, -3]
     rows = [{"=column": text, "n": repr(number)} for text in texts for number in numbers]
     path = tmp_path / "t.csv"
@@ -332,16 +329,13 @@ def test_reports_show_the_published_numbers_also_from_run_folders(undrawn, tmp_p
     bench(load_task(str(path)), out=tmp_path / "runs")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[reference]\nsource = 3", "expected a text for reference.source, got 3"),
-        ("[reference.mapp]\nnll = 1.0", "did you mean 'map'"),
-        ('[reference.map]\nnll = "low"', "expected a number or a list for reference.map.nll, got 'low'"),
-        ("[reference.map]\nnll = [1.0, 0.1, 0.1]", "expected a number or a list of at most 2 for reference.map.nll"),
-        ("[reference]\nmap = 3", "expected a table"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("[reference]\nsource = 3", "expected a text for reference.source, got 3"),
+    ("[reference.mapp]\nnll = 1.0", "did you mean 'map'"),
+    ('[reference.map]\nnll = "low"', "expected a number or a list for reference.map.nll, got 'low'"),
+    ("[reference.map]\nnll = [1.0, 0.1, 0.1]", "expected a number or a list of at most 2 for reference.map.nll"),
+    ("[reference]\nmap = 3", "expected a table"),
+])  # fmt: skip
 def test_a_reference_that_is_wrong_is_one_clear_error(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(TASK.split("[reference]")[0] + text)

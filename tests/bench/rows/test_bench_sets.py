@@ -60,18 +60,15 @@ def write_images(folder, **files):
 FOUR = [0, 1, 2, 3] * 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"test_file": "small.npz"}, r"expected inputs of shape \(1, 8, 8\) in 'small.npz'.* got \(1, 6, 6\)"),
-        ({"test_file": "five.npz"}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
-        ({"shift": ["five.npz"]}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
-        ({"train_file": "negative.npz"}, r"expected labels from 0 to 3 in 'negative.npz'.* got -1 in row 20; "),
-        ({"train_file": "empty.npz"}, "expected rows in 'empty.npz', got none"),
-        ({"test_file": "missing.npz"}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
-        ({"ood": ["missing.npz"]}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"test_file": "small.npz"}, r"expected inputs of shape \(1, 8, 8\) in 'small.npz'.* got \(1, 6, 6\)"),
+    ({"test_file": "five.npz"}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
+    ({"shift": ["five.npz"]}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
+    ({"train_file": "negative.npz"}, r"expected labels from 0 to 3 in 'negative.npz'.* got -1 in row 20; "),
+    ({"train_file": "empty.npz"}, "expected rows in 'empty.npz', got none"),
+    ({"test_file": "missing.npz"}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
+    ({"ood": ["missing.npz"]}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
+])  # fmt: skip
 def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_path, settings, message):
     write_images(
         tmp_path,

@@ -234,17 +234,14 @@ def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):
         moons("map", "training.epochs=9", folder=tmp_path / "run").begin()
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("config.toml", r"expected a whole .*config\.toml, got a damaged one"),
-        ("training.json", r"expected a whole .*training\.json"),
-        ("predictions/test.safetensors", r"expected a whole .*test\.safetensors"),
-        ("metrics.json", r"expected a whole .*metrics\.json"),
-        ("arrays.safetensors", r"expected a whole .*arrays\.safetensors"),
-        ("posterior/posterior.safetensors", r"posterior\.safetensors.*delete .*run and run the command again"),
-    ],
-)
+@pytest.mark.parametrize(("file", "message"), [
+    ("config.toml", r"expected a whole .*config\.toml, got a damaged one"),
+    ("training.json", r"expected a whole .*training\.json"),
+    ("predictions/test.safetensors", r"expected a whole .*test\.safetensors"),
+    ("metrics.json", r"expected a whole .*metrics\.json"),
+    ("arrays.safetensors", r"expected a whole .*arrays\.safetensors"),
+    ("posterior/posterior.safetensors", r"posterior\.safetensors.*delete .*run and run the command again"),
+])  # fmt: skip
 def test_a_damaged_run_is_one_clear_error_that_names_the_file(tmp_path, file, message):
     run = trained(moons(folder=tmp_path / "run"))
     run.evaluate()

@@ -197,17 +197,14 @@ def test_only_equal_trainings_are_shared(task_file):
     assert [(r.config.method, r.config.seed) for r in companions(named["map", 1], runs)] == [(m, 1) for m in others]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.keep_best=true", "expected keep_best = false, since"),
-        ("training.patience=2", "expected no patience, since"),
-        ("training.epochs=1", "expected two epochs or more"),
-        ("training.branch_at=1.0", "expected a number below 1 for .*training.branch_at, got 1.0"),
-        ("training.optimizer=default", "expected an optimizer by name"),
-        ("training.tail_factor=0.1", "expected tail_rate or tail_factor, not both"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("training.keep_best=true", "expected keep_best = false, since"),
+    ("training.patience=2", "expected no patience, since"),
+    ("training.epochs=1", "expected two epochs or more"),
+    ("training.branch_at=1.0", "expected a number below 1 for .*training.branch_at, got 1.0"),
+    ("training.optimizer=default", "expected an optimizer by name"),
+    ("training.tail_factor=0.1", "expected tail_rate or tail_factor, not both"),
+])  # fmt: skip
 def test_what_cannot_be_shared_is_one_clear_error(task_file, tmp_path, override, message):
     with pytest.raises(ValueError, match=message):
         jobs.bench(load_task(task_file, overrides=[override]), methods=["map", "tradi"], out=tmp_path)

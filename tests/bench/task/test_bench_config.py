@@ -117,18 +117,15 @@ def test_unknown_names_and_wrong_values_are_one_clear_error(arguments, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("methods = [", "expected TOML in .*mine.toml"),
-        ('methods = ["map"]\ntraning = 3', "did you mean 'training'"),
-        ('methods = ["map"]\n[data]\nname = "two_moons"', "expected network.name .* got ''"),
-        ('methods = ["map"]\n[data]\nname = "two_moons"\n[network]\nname = "MPL"', "did you mean 'MLP'"),
-        ('methods = []\n[data]\nname = "two_moons"\n[network]\nname = "MLP"', "expected methods"),
-        ('[data]\nname = "two_moons"\n[network]\nname = "MLP"\n[method.mapp]\n', "did you mean 'map'"),
-        ('[data]\nname = "two_moons"\n[network]\nname = "MLP"\n[size.tiny]\n', "expected a size"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("methods = [", "expected TOML in .*mine.toml"),
+    ('methods = ["map"]\ntraning = 3', "did you mean 'training'"),
+    ('methods = ["map"]\n[data]\nname = "two_moons"', "expected network.name .* got ''"),
+    ('methods = ["map"]\n[data]\nname = "two_moons"\n[network]\nname = "MPL"', "did you mean 'MLP'"),
+    ('methods = []\n[data]\nname = "two_moons"\n[network]\nname = "MLP"', "expected methods"),
+    ('[data]\nname = "two_moons"\n[network]\nname = "MLP"\n[method.mapp]\n', "did you mean 'map'"),
+    ('[data]\nname = "two_moons"\n[network]\nname = "MLP"\n[size.tiny]\n', "expected a size"),
+])  # fmt: skip
 def test_a_task_file_that_is_wrong_is_one_clear_error(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(text)
@@ -318,15 +315,12 @@ def test_variants_have_folders_rows_and_a_place_after_their_method(task_file, tm
     assert "\nmine,short,tradi-diagonal,0," in (tmp_path / "page" / "results.csv").read_text()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["method.trady-diagonal.samples=5"], "got 'trady'; did you mean 'tradi'"),
-        (["method.tradi-diagonal.sample=5"], "did you mean 'method.tradi-diagonal.samples'"),
-        (["methods=tradi-diag"], r"expected a table \[method.tradi-diag\].*known variants are tradi-diagonal"),
-        (["method.tradi-a/b.samples=3"], "expected letters, digits"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["method.trady-diagonal.samples=5"], "got 'trady'; did you mean 'tradi'"),
+    (["method.tradi-diagonal.sample=5"], "did you mean 'method.tradi-diagonal.samples'"),
+    (["methods=tradi-diag"], r"expected a table \[method.tradi-diag\].*known variants are tradi-diagonal"),
+    (["method.tradi-a/b.samples=3"], "expected letters, digits"),
+])  # fmt: skip
 def test_a_variant_that_is_not_known_is_one_clear_error(task_file, overrides, message):
     refuses(lambda: load_task(task_file, overrides=overrides), message)
 

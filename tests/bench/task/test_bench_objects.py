@@ -52,18 +52,15 @@ def built(config):
     return posterior(config, task_data(config.data))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('annealing = "cyclic"', ds.Annealing("cyclic")),
-        ("annealing = {cyclic = {cycles = 4}}", ds.Annealing("cyclic", cycles=4)),
-        ("annealing = {cyclic = 4}", ds.Annealing("cyclic", cycles=4)),
-        ("annealing = {cyclic = []}", ds.Annealing("cyclic")),
-        ('annealing = {name = "linear", steps = 7}', ds.Annealing("linear", steps=7)),
-        ("annealing = {hyper = {weight = 2.0}}", ds.Annealing("hyper", weight=2.0)),
-        ("annealing = {constant = 0.5}", ds.Annealing(weight=0.5)),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ('annealing = "cyclic"', ds.Annealing("cyclic")),
+    ("annealing = {cyclic = {cycles = 4}}", ds.Annealing("cyclic", cycles=4)),
+    ("annealing = {cyclic = 4}", ds.Annealing("cyclic", cycles=4)),
+    ("annealing = {cyclic = []}", ds.Annealing("cyclic")),
+    ('annealing = {name = "linear", steps = 7}', ds.Annealing("linear", steps=7)),
+    ("annealing = {hyper = {weight = 2.0}}", ds.Annealing("hyper", weight=2.0)),
+    ("annealing = {constant = 0.5}", ds.Annealing(weight=0.5)),
+])  # fmt: skip
 def test_annealing_is_written_by_name(config, text, expected):
     assert built(config(text)).annealing == expected
 
@@ -99,17 +96,14 @@ def test_an_object_is_named_on_the_command_line(config):
     assert isinstance(likelihood(config("", "likelihood=regression")), ds.Regression)
 
 
-@pytest.mark.parametrize(
-    ("top", "expected", "noise"),
-    [
-        ('likelihood = "regression"', ds.Regression, "learned"),
-        ("likelihood = {regression = {noise = 0.1}}", ds.Regression, 0.1),
-        ("likelihood = {regression = 0.1}", ds.Regression, 0.1),
-        ('likelihood = {name = "Regression", noise = 0.1}', ds.Regression, 0.1),
-        ('likelihood = "heteroscedastic_regression"', ds.HeteroscedasticRegression, None),
-        ('likelihood = {name = "HeteroscedasticRegression"}', ds.HeteroscedasticRegression, None),
-    ],
-)
+@pytest.mark.parametrize(("top", "expected", "noise"), [
+    ('likelihood = "regression"', ds.Regression, "learned"),
+    ("likelihood = {regression = {noise = 0.1}}", ds.Regression, 0.1),
+    ("likelihood = {regression = 0.1}", ds.Regression, 0.1),
+    ('likelihood = {name = "Regression", noise = 0.1}', ds.Regression, 0.1),
+    ('likelihood = "heteroscedastic_regression"', ds.HeteroscedasticRegression, None),
+    ('likelihood = {name = "HeteroscedasticRegression"}', ds.HeteroscedasticRegression, None),
+])  # fmt: skip
 def test_a_likelihood_is_written_by_name_and_says_how_many_outputs_there_are(config, top, expected, noise):
     found = config(top=top, data="cubic")
     made = likelihood(found)
