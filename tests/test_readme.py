@@ -14,9 +14,13 @@ from thinning import often
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SELDOM = [page for page in PAGES if page.parent.name == "details" or page.name == "index.md"]  # the README's code
-SHORT = 1  # epochs where pages do not run as long as they say
-# what follows needs them all
-LONG = ("README.md", "guides/calibration.md", "guides/guarantees.md", "reference/evaluation.md", "reference/verbs.md")
+SHORT = {"epochs": 1, "warmup": 2, "leapfrog": 2}  # where pages do not run as long as they say
+LONG = (
+    "guides/calibration.md",
+    "guides/guarantees.md",
+    "reference/evaluation.md",
+    "reference/verbs.md",
+)  # needs them all
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```\s*$", re.DOTALL | re.MULTILINE)
 
 
@@ -35,6 +39,10 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     return blocks
 
 
+def shortened(setting: re.Match[str]) -> str:
+    return f"{setting[1]}={min(SHORT[setting[1]], int(setting[2]))}"
+
+
 @pytest.mark.parametrize("whole", often([False], [True]), ids=["short", "whole"])
 @pytest.mark.parametrize(
     "page", often([page for page in PAGES if page not in SELDOM], SELDOM), ids=lambda page: str(page.relative_to(ROOT))
@@ -49,7 +57,7 @@ def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
     names: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks:
         if not whole and not str(page).endswith(LONG):
-            code = re.sub(r"\bepochs=(\d+)", lambda found: f"epochs={min(SHORT, int(found[1]))}", code)
+            code = re.sub(r"\b(epochs|warmup|leapfrog)=(\d+)", shortened, code)
         # Empty lines in front, so that a traceback names the line of the page.
         try:
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
