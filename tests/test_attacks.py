@@ -390,7 +390,7 @@ def test_targets_and_posteriors_that_cannot_be_fooled():
     with pytest.raises(ValueError, match="expected a classification with logits"):
         attacks.pgd(tiny.ensemble(smooth, likelihood=ds.Regression()), x, y, 0.1)
     ignoring = tiny.ensemble(smooth, likelihood=ds.Classification(ignore_index=-1))
-    refuses(lambda: attacks.pgd(ignoring, x, torch.full((12), -1), 0.1, **FREE), "ignored labels")
+    refuses(lambda: attacks.pgd(ignoring, x, torch.full((12,), -1), 0.1, **FREE), "ignored labels")
     for number in ({"steps": -1}, {"step_size": 0.0}):
         with pytest.raises(ValueError, match=f"expected {next(iter(number))}"):
             attacks.pgd(ensemble(), x, y, 0.1, **number, **FREE)

@@ -400,4 +400,4 @@ def test_what_is_no_weight_is_named():
     refuses(lambda: metrics.auroc(inside, outside, weights=(-a, b)), "at least zero with a positive sum")
     with pytest.raises(ValueError, match="at least zero with a positive sum"):
         confidence_ece(inside / 30, inside > 3, weights=torch.zeros(70))
-    refuses(lambda: metrics.aurc(inside, inside, weights=torch.full((70), 0.5)), "expected whole numbers as weights")
+    refuses(lambda: metrics.aurc(inside, inside, weights=torch.full((70,), 0.5)), "expected whole numbers as weights")
