@@ -93,35 +93,32 @@ def test_what_a_method_is_said_to_be_is_a_whole_sentence():
     assert [line for line in said.values() if not line.endswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("bench", "mons"), "did you mean 'moons'"),
-        (("bench", "mytask.tml"), "got 'mytask.tml'; correct the path"),
-        (("bench", "tasks/moons"), "got 'tasks/moons'; correct the path"),
-        (("bench", "taken.txt"), "got 'taken.txt'; correct the path"),
-        (("bench", "moons", "--methods", "map,deep_ensembel"), "did you mean 'deep_ensemble'"),
-        (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
-        (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
-        (("bench", "moons", "--size", "huge"), "expected a size"),
-        (("bench", "moons", "--baseline", "deep"), "expected a baseline of map, deep_ensemble"),
-        (
-            ("bench", "moons", "--methods", "mc_dropout", "--baseline", "map"),
-            "expected a baseline of mc_dropout, got 'map'; run it too",
-        ),
-        (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
-        (("bench", "moons", "--set", "method.node_bnn.posterior_temperature=4"), "choose node_bnn, or leave it out"),
-        (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
-        (("bench", "moons", "--seeds", "none"), "--seeds"),
-        (("bench", "moons", "--sizes", "smoke"), "--size"),
-        (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
-        (("bench", "mine.toml"), "a .toml file, got 'mine.toml'"),
-        (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
-        (("evaluate", "nothing"), "expected a run folder"),
-        (("report", "nothing"), "expected a run folder"),
-        (("flub",), "flub"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("bench", "mons"), "did you mean 'moons'"),
+    (("bench", "mytask.tml"), "got 'mytask.tml'; correct the path"),
+    (("bench", "tasks/moons"), "got 'tasks/moons'; correct the path"),
+    (("bench", "taken.txt"), "got 'taken.txt'; correct the path"),
+    (("bench", "moons", "--methods", "map,deep_ensembel"), "did you mean 'deep_ensemble'"),
+    (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
+    (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
+    (("bench", "moons", "--size", "huge"), "expected a size"),
+    (("bench", "moons", "--baseline", "deep"), "expected a baseline of map, deep_ensemble"),
+    (
+        ("bench", "moons", "--methods", "mc_dropout", "--baseline", "map"),
+        "expected a baseline of mc_dropout, got 'map'; run it too",
+    ),
+    (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
+    (("bench", "moons", "--set", "method.node_bnn.posterior_temperature=4"), "choose node_bnn, or leave it out"),
+    (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
+    (("bench", "moons", "--seeds", "none"), "--seeds"),
+    (("bench", "moons", "--sizes", "smoke"), "--size"),
+    (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
+    (("bench", "mine.toml"), "a .toml file, got 'mine.toml'"),
+    (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
+    (("evaluate", "nothing"), "expected a run folder"),
+    (("report", "nothing"), "expected a run folder"),
+    (("flub",), "flub"),
+])  # fmt: skip
 def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(dissensus, tmp_path, arguments, message):
     (tmp_path / "taken").write_text("")
     (tmp_path / "taken.txt").write_text("")
@@ -231,32 +228,29 @@ def task(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"old": '["map"]', "new": '[["map"]]'}, "expected a list of names, got"),
-        ({"old": '["map"]', "new": "[3]"}, "expected a list of names, got 3"),
-        ({"old": '["map"]', "new": "3"}, "expected a list or a text for .*methods, got 3"),
-        ({"more": "[method]\nmap = 3"}, "expected a table for .*: method.map, got 3"),
-        ({"more": "[method.map]\ntraining = 3"}, "expected a table for .*: method.map.training"),
-        ({"more": "[method]\n[size]\nsmoke = 3"}, "expected a table for .*: size.smoke"),
-        ({"old": "methods", "new": "size = 3\nmethods"}, "expected a table for .*: size"),
-        ({"old": '"MLP"', "new": '["MLP"]'}, "expected a text for .*network.name"),
-        ({"old": '"two_moons"', "new": "{}"}, "expected a text for .*data.name"),
-        ({"old": "[6]", "new": '"six"'}, "expected a whole number or a list for .*network.hidden, got 'six'"),
-        ({"old": "count = 40", "new": "count = [4]"}, "expected a whole number for .*data.count"),
-        (
-            {"more": '[method.deep_ensemble]\nmembers = "3"'},
-            "expected a whole number for .*method.deep_ensemble.members",
-        ),
-        (
-            {"more": "[method.swag]\nposterior_temperature = true"},
-            "expected a number for .*method.swag.posterior_temperature",
-        ),
-        ({"more": "[likelihood]\nname = 3"}, "expected likelihood by one name, got 3"),
-        ({"old": "epochs = 1, ", "new": ""}, "expected training.epochs for map, got none"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), [
+    ({"old": '["map"]', "new": '[["map"]]'}, "expected a list of names, got"),
+    ({"old": '["map"]', "new": "[3]"}, "expected a list of names, got 3"),
+    ({"old": '["map"]', "new": "3"}, "expected a list or a text for .*methods, got 3"),
+    ({"more": "[method]\nmap = 3"}, "expected a table for .*: method.map, got 3"),
+    ({"more": "[method.map]\ntraining = 3"}, "expected a table for .*: method.map.training"),
+    ({"more": "[method]\n[size]\nsmoke = 3"}, "expected a table for .*: size.smoke"),
+    ({"old": "methods", "new": "size = 3\nmethods"}, "expected a table for .*: size"),
+    ({"old": '"MLP"', "new": '["MLP"]'}, "expected a text for .*network.name"),
+    ({"old": '"two_moons"', "new": "{}"}, "expected a text for .*data.name"),
+    ({"old": "[6]", "new": '"six"'}, "expected a whole number or a list for .*network.hidden, got 'six'"),
+    ({"old": "count = 40", "new": "count = [4]"}, "expected a whole number for .*data.count"),
+    (
+        {"more": '[method.deep_ensemble]\nmembers = "3"'},
+        "expected a whole number for .*method.deep_ensemble.members",
+    ),
+    (
+        {"more": "[method.swag]\nposterior_temperature = true"},
+        "expected a number for .*method.swag.posterior_temperature",
+    ),
+    ({"more": "[likelihood]\nname = 3"}, "expected likelihood by one name, got 3"),
+    ({"old": "epochs = 1, ", "new": ""}, "expected training.epochs for map, got none"),
+])  # fmt: skip
 def test_a_value_of_a_wrong_type_is_named(task, change, text):
     path = task(**change)
     refuses(lambda: run_config(load_task(path, size="smoke"), "map", 0), text, (ValueError, TypeError))

@@ -143,30 +143,27 @@ def test_rows_of_ones_own_are_shuffled_once_and_standardised_by_training_rows(mi
     assert data.classes == ("0", "1")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            '"train":',
-            '"training":',
-            r"expected a dict with .train. and .test., each \(x, y\), from .*make_data, got .*'training'\]",
-        ),
-        ('"ood":', '"odd":', r"expected a key of what .*make_data returns of train, .*got 'odd'; did you mean 'ood'"),
-        ("(x[rows:], y[rows:])", "(x[rows:], y[rows:] + 5)", "expected labels from 0 to 1 in 'the test rows of .*got"),
-        (".long()", ".float()", 'expected class labels .*float32.*; write likelihood = "regression" in the task'),
-        ("x[:20] + far", "x[:20, :1]", r"expected inputs of shape \(2,\) in 'far', as in the training set"),
-        ("far=5.0", "near=5.0", "expected settings that fit the data of .*unexpected keyword argument 'far'"),
-        ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected 60 targets in test of"),
-        ("strength=0.1, **keywords", "strenght=0.1", "expected a keyword of .*DeepEnsemble of .*got 'likelihood'"),
-        ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*members"),
-        (
-            "class DeepEnsemble(ds.DeepEnsemble):",
-            "class DeepEnsemble:",
-            "expected a class derived from dissensus.Posterior",
-        ),
-        ("import torch\n", "import torch, no_such_thing\n", "can be imported.*No module named 'no_such_thing'"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    (
+        '"train":',
+        '"training":',
+        r"expected a dict with .train. and .test., each \(x, y\), from .*make_data, got .*'training'\]",
+    ),
+    ('"ood":', '"odd":', r"expected a key of what .*make_data returns of train, .*got 'odd'; did you mean 'ood'"),
+    ("(x[rows:], y[rows:])", "(x[rows:], y[rows:] + 5)", "expected labels from 0 to 1 in 'the test rows of .*got"),
+    (".long()", ".float()", 'expected class labels .*float32.*; write likelihood = "regression" in the task'),
+    ("x[:20] + far", "x[:20, :1]", r"expected inputs of shape \(2,\) in 'far', as in the training set"),
+    ("far=5.0", "near=5.0", "expected settings that fit the data of .*unexpected keyword argument 'far'"),
+    ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected 60 targets in test of"),
+    ("strength=0.1, **keywords", "strenght=0.1", "expected a keyword of .*DeepEnsemble of .*got 'likelihood'"),
+    ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*members"),
+    (
+        "class DeepEnsemble(ds.DeepEnsemble):",
+        "class DeepEnsemble:",
+        "expected a class derived from dissensus.Posterior",
+    ),
+    ("import torch\n", "import torch, no_such_thing\n", "can be imported.*No module named 'no_such_thing'"),
+])  # fmt: skip
 def test_what_does_not_fit_is_one_error_before_anything_is_trained(mine, tmp_path, old, new, message):
     path = tmp_path / f"{mine}.py"
     assert old in MINE
@@ -441,23 +438,20 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
     assert module not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "message"),
-    [
-        ("{}:any_keyword", [], r"expected 2 outputs of .*any_keyword.*shape \(2, 7\); set .*num_classes = 2"),
-        ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
-        ("{}:number", [], "expected a network from .*number, got int; name a class of nn.Module"),
-        ("{}:built", [], "expected a class or function that makes a network, got Linear as .*built'"),
-        ("{}:Nope", [], "can be imported, .*AttributeError.*; correct the name, or the file"),
-        (
-            "no_such_package_here:Net",
-            [],
-            "got 'no_such_package_here:Net' .ModuleNotFoundError.*install it, or put its file beside the task",
-        ),
-        ("{}:", [], "as module:name, got"),
-        (":Own", [], "as module:name, got ':Own'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "message"), [
+    ("{}:any_keyword", [], r"expected 2 outputs of .*any_keyword.*shape \(2, 7\); set .*num_classes = 2"),
+    ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
+    ("{}:number", [], "expected a network from .*number, got int; name a class of nn.Module"),
+    ("{}:built", [], "expected a class or function that makes a network, got Linear as .*built'"),
+    ("{}:Nope", [], "can be imported, .*AttributeError.*; correct the name, or the file"),
+    (
+        "no_such_package_here:Net",
+        [],
+        "got 'no_such_package_here:Net' .ModuleNotFoundError.*install it, or put its file beside the task",
+    ),
+    ("{}:", [], "as module:name, got"),
+    (":Own", [], "as module:name, got ':Own'"),
+])  # fmt: skip
 def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module, tmp_path, name, overrides, message):
     refuses(lambda: bench(task(name.format(module), *overrides), methods=["map"], out=tmp_path / "runs"), message)
     assert not (tmp_path / "runs").exists()

@@ -107,32 +107,29 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
     assert {cell.config.network["width"] for cell in found} == {1, 2, 4, 8, 16}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("widths.of=depth", r"expected network.depth, which widths.of names, as a whole number, got None"),
-        ("widths.factors=[0.3, 1]", r"expected network.hidden, .* times 0.3 as a whole number, got 2.4"),
-        ("widths.factors=[-1, 1]", r"expected widths.factors above 0, got -1"),
-        ("widths.members=[0]", r"expected widths.members of at least 1, got 0"),
-        ("widths.factors=[]", r"expected widths.factors in the task, got none"),
-        ("widths.p_factor=7", r"expected widths.p_factor of 0.5, 1.0, got 7.0"),
-        ("methods=map", r"expected a method of a task with \[widths\] of deep_ensemble, batch_ensemble, got 'map'"),
-        (
-            "method.batch_ensemble.regime=auto",
-            r"expected method.batch_ensemble.regime of independent, collective, got 'auto'",
-        ),
-        (
-            "widths.p_rates={collective = [0.1]}",
-            r"expected the number of rates in widths.p_rates.collective of 2, got 1",
-        ),
-        (
-            "widths.p_rates={both = [0.1]}",
-            r"expected a regime of widths.p_rates of independent, collective, got 'both'",
-        ),
-        ("widths.rate=shared", r"expected 'fixed' or 'sharing' for .*widths.rate, got 'shared'"),
-        ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("widths.of=depth", r"expected network.depth, which widths.of names, as a whole number, got None"),
+    ("widths.factors=[0.3, 1]", r"expected network.hidden, .* times 0.3 as a whole number, got 2.4"),
+    ("widths.factors=[-1, 1]", r"expected widths.factors above 0, got -1"),
+    ("widths.members=[0]", r"expected widths.members of at least 1, got 0"),
+    ("widths.factors=[]", r"expected widths.factors in the task, got none"),
+    ("widths.p_factor=7", r"expected widths.p_factor of 0.5, 1.0, got 7.0"),
+    ("methods=map", r"expected a method of a task with \[widths\] of deep_ensemble, batch_ensemble, got 'map'"),
+    (
+        "method.batch_ensemble.regime=auto",
+        r"expected method.batch_ensemble.regime of independent, collective, got 'auto'",
+    ),
+    (
+        "widths.p_rates={collective = [0.1]}",
+        r"expected the number of rates in widths.p_rates.collective of 2, got 1",
+    ),
+    (
+        "widths.p_rates={both = [0.1]}",
+        r"expected a regime of widths.p_rates of independent, collective, got 'both'",
+    ),
+    ("widths.rate=shared", r"expected 'fixed' or 'sharing' for .*widths.rate, got 'shared'"),
+    ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
+])  # fmt: skip
 def test_a_grid_that_cannot_be_is_one_line(override, message):
     refuses(lambda: width_cells(task(override), [0]), message, (ValueError, TypeError))
 

@@ -151,22 +151,19 @@ def test_classification_sets_are_read(tmp_path, sub):
     refuses(lambda: uci_classification("wine", folder=tmp_path), "expected wine with 178 rows")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": np.array([[1.0], [np.nan]])}, "finite inputs"),
-        ({"x": np.zeros(2)}, "x \\(N, D\\)"),
-        ({"y": np.array([0.0, 1.0])}, "class indices"),
-        ({"y": np.array([0, 2])}, "y from 0 to 2, and 2 names"),
-        ({"y": np.array([0, 1, 1])}, "class indices"),
-        ({"class_names": np.array([{}])}, "plain arrays"),
-        ({"class_names": np.array([["a", "b"]])}, r"class_names \(C,\) in .* got a damaged one"),
-        (
-            {"class_names": np.array([2**31 - 1, 98], dtype=np.uint32).view("<U1")},
-            r"class_names \(C,\) in .* got a damaged one",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"x": np.array([[1.0], [np.nan]])}, "finite inputs"),
+    ({"x": np.zeros(2)}, "x \\(N, D\\)"),
+    ({"y": np.array([0.0, 1.0])}, "class indices"),
+    ({"y": np.array([0, 2])}, "y from 0 to 2, and 2 names"),
+    ({"y": np.array([0, 1, 1])}, "class indices"),
+    ({"class_names": np.array([{}])}, "plain arrays"),
+    ({"class_names": np.array([["a", "b"]])}, r"class_names \(C,\) in .* got a damaged one"),
+    (
+        {"class_names": np.array([2**31 - 1, 98], dtype=np.uint32).view("<U1")},
+        r"class_names \(C,\) in .* got a damaged one",
+    ),
+])  # fmt: skip
 def test_wrong_classification_files_are_refused(tmp_path, changes, message):
     arrays = {"x": np.zeros((2, 1)), "y": np.array([0, 1]), "class_names": np.array(["a", "b"])} | changes
     np.savez(tmp_path / "set.npz", **arrays)

@@ -11,21 +11,18 @@ P = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.5, 0.5]], dtype=torch.float64)
 Y = torch.tensor([0, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("y", "error", "text"),
-    [
-        (torch.tensor([0, 1]), ValueError, r"expected y of shape \(3,\), got \(2,\)"),
-        (torch.eye(2).long()[Y], ValueError, r"got \(3, 2\); pass class indices, not one-hot rows"),
-        (torch.tensor([0, 2, 1]), ValueError, "expected class indices from 0 to 1 in y, got 2 at row 1"),
-        (
-            torch.tensor([0, 1, -1]),
-            ValueError,
-            "expected class indices from 0 to 1 in y, got -1 at row 2; pass ignore_index",
-        ),
-        (torch.tensor([0.0, 1.0, 1.0]), TypeError, "expected integer class indices in y, got torch.float32"),
-        (torch.tensor([True, False, True]), TypeError, "got torch.bool"),
-    ],
-)
+@pytest.mark.parametrize(("y", "error", "text"), [
+    (torch.tensor([0, 1]), ValueError, r"expected y of shape \(3,\), got \(2,\)"),
+    (torch.eye(2).long()[Y], ValueError, r"got \(3, 2\); pass class indices, not one-hot rows"),
+    (torch.tensor([0, 2, 1]), ValueError, "expected class indices from 0 to 1 in y, got 2 at row 1"),
+    (
+        torch.tensor([0, 1, -1]),
+        ValueError,
+        "expected class indices from 0 to 1 in y, got -1 at row 2; pass ignore_index",
+    ),
+    (torch.tensor([0.0, 1.0, 1.0]), TypeError, "expected integer class indices in y, got torch.float32"),
+    (torch.tensor([True, False, True]), TypeError, "got torch.bool"),
+])  # fmt: skip
 @pytest.mark.parametrize("metric", [metrics.accuracy, metrics.brier, metrics.ece, metrics.miou, metrics.classwise_ece])
 def test_wrong_labels_are_named(metric, y, error, text):
     refuses(lambda: metric(P, y), text, error)

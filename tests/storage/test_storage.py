@@ -255,54 +255,47 @@ def test_wrong_types_in_the_config(folder, keys, value):
     refuses(lambda: ds.load(folder), DAMAGED)
 
 
-@pytest.mark.parametrize(
-    ("keys", "value", "text"),
-    [
-        ("format", 1, "expected format 2, got 1; load it with the version that wrote it"),
-        ("method", "forde2", "expected method of .*map.*, got 'forde2'"),
-        ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
-        ("arguments.members", 0, "expected at least one module, got none"),
-        ("network.name", None, "expected a network to load into, got none; pass network="),
-        ("network.arguments.hidden", [7], "expected a network with layer 'layers.0: Linear.*out_features=6"),
-        (
-            "network.arguments.activation",
-            "tanh",
-            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh",
-        ),
-        ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
-        ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
-        ("strides", {"steps": [1]}, "impossible strides of steps"),
-        ("arguments.members", 10**9, "members = 1000000000, got"),
-        ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
-        ("network.arguments.hidden", [10**30], "damaged"),
-        ("network.arguments.inputs", -1, "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "value", "text"), [
+    ("format", 1, "expected format 2, got 1; load it with the version that wrote it"),
+    ("method", "forde2", "expected method of .*map.*, got 'forde2'"),
+    ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
+    ("arguments.members", 0, "expected at least one module, got none"),
+    ("network.name", None, "expected a network to load into, got none; pass network="),
+    ("network.arguments.hidden", [7], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+    (
+        "network.arguments.activation",
+        "tanh",
+        r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh",
+    ),
+    ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
+    ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
+    ("strides", {"steps": [1]}, "impossible strides of steps"),
+    ("arguments.members", 10**9, "members = 1000000000, got"),
+    ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+    ("network.arguments.hidden", [10**30], "damaged"),
+    ("network.arguments.inputs", -1, "damaged"),
+])  # fmt: skip
 def test_wrong_values_in_the_config(folder, keys, value, text):
     tamper(folder, keys, value)
     refuses(lambda: ds.load(folder), text)
 
 
-@pytest.mark.parametrize(
-    ("network", "text"),
-    [
-        (
-            lambda: mlp(activation="tanh"),
-            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'",
-        ),
-        (
-            lambda: ds.nets.MLP(4, 3, hidden=(7,)),
-            "expected a network with layer .*out_features=6.* got .*out_features=7",
-        ),
-        (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
-        (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
-        (
-            lambda: mlp().layers,
-            r"expected a network with layer 'MLP\(\)', got 'Sequential\(\)'; pass a network of the same class",
-        ),
-    ],
-    ids=["activation", "width", "deeper", "shallower", "the inside"],
-)
+@pytest.mark.parametrize(("network", "text"), [
+    (
+        lambda: mlp(activation="tanh"),
+        r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'",
+    ),
+    (
+        lambda: ds.nets.MLP(4, 3, hidden=(7,)),
+        "expected a network with layer .*out_features=6.* got .*out_features=7",
+    ),
+    (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
+    (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
+    (
+        lambda: mlp().layers,
+        r"expected a network with layer 'MLP\(\)', got 'Sequential\(\)'; pass a network of the same class",
+    ),
+], ids=["activation", "width", "deeper", "shallower", "the inside"])  # fmt: skip
 def test_another_network_is_refused(folder, network, text):
     refuses(lambda: ds.load(folder, network()), text)
 

@@ -97,22 +97,19 @@ def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, ca
         rows_of(own_task(tmp_path, 'name = "folder"\npath = "animals"'))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda root: write_images(root / "test" / "horse"),
-            "expected the classes cat, dog in .*test, got 'horse' too; add",
-        ),
-        (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
-        (
-            lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"),
-            "expected 8 bits per channel in .*I;16",
-        ),
-        (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
-        (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (
+        lambda root: write_images(root / "test" / "horse"),
+        "expected the classes cat, dog in .*test, got 'horse' too; add",
+    ),
+    (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
+    (
+        lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"),
+        "expected 8 bits per channel in .*I;16",
+    ),
+    (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
+    (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
+])  # fmt: skip
 def test_folders_that_do_not_fit_are_one_error(animals, tmp_path, change, message):
     change(animals)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -247,34 +244,31 @@ def test_classes_of_a_table_are_its_words_or_numbers(tmp_path):
     assert rows_of(own_task(tmp_path, lines)).classes == ("3", "7")
 
 
-@pytest.mark.parametrize(
-    ("change", "lines", "message"),
-    [
-        (
-            {},
-            'target = "prise"',
-            r"expected the target, a column of houses.csv of area, town, price, kind, got 'prise'; did you",
-        ),
-        (
-            {},
-            'target = "price"',
-            'expected classes in price of houses.csv, got float64 numbers; write likelihood = "regression"',
-        ),
-        (
-            {"kind": [None, *"ab" * 59, "a"]},
-            'target = "kind"',
-            "expected kind in every row of houses.csv, got 1 without",
-        ),
-        (
-            {"kind": [*"ab" * 59, "c", "d"]},
-            'target = "kind"\ntest_file = "test.csv"',
-            r"the training classes \(a, b, c, d\)",
-        ),
-        ({}, 'target = "kind"\ndrop = ["prices"]', "expected a column to drop of .*got 'prices'; did you mean 'price'"),
-        ({}, 'target = "kind"\ntest_file = "none.csv"', "expected 'none.csv' at"),
-        ({}, 'target = "kind"\ntest_file = "own.toml"', "expected a table's file, by its suffix, of .csv, .parquet"),
-    ],
-)
+@pytest.mark.parametrize(("change", "lines", "message"), [
+    (
+        {},
+        'target = "prise"',
+        r"expected the target, a column of houses.csv of area, town, price, kind, got 'prise'; did you",
+    ),
+    (
+        {},
+        'target = "price"',
+        'expected classes in price of houses.csv, got float64 numbers; write likelihood = "regression"',
+    ),
+    (
+        {"kind": [None, *"ab" * 59, "a"]},
+        'target = "kind"',
+        "expected kind in every row of houses.csv, got 1 without",
+    ),
+    (
+        {"kind": [*"ab" * 59, "c", "d"]},
+        'target = "kind"\ntest_file = "test.csv"',
+        r"the training classes \(a, b, c, d\)",
+    ),
+    ({}, 'target = "kind"\ndrop = ["prices"]', "expected a column to drop of .*got 'prices'; did you mean 'price'"),
+    ({}, 'target = "kind"\ntest_file = "none.csv"', "expected 'none.csv' at"),
+    ({}, 'target = "kind"\ntest_file = "own.toml"', "expected a table's file, by its suffix, of .csv, .parquet"),
+])  # fmt: skip
 def test_tables_that_do_not_fit_are_one_error(tmp_path, change, lines, message):
     houses().assign(**change).to_csv(tmp_path / "houses.csv", index=False)
     houses().to_csv(tmp_path / "test.csv", index=False)  # classes cheap and dear

@@ -97,25 +97,22 @@ def test_the_gap_of_the_regression_is_between_its_clusters():
     assert float(noise) == pytest.approx(0.25, abs=4 * 0.25 / 400**0.5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"name": "two_moons", "ood": ["fashion"]},
-            r"shape \(2,\) in 'fashion', as in the training set, got \(1, 28, 28\)",
-        ),
-        ({"name": "digits", "ood": ["fashio"]}, "did you mean 'fashion'"),
-        ({"name": "x_sin_x", "shift": ["gab"]}, "did you mean 'gap'"),
-        ({"name": "digits", "validation": 10_000}, "validation rows"),
-        ({"name": "digits", "standardise": "unti"}, "expected data.standardise of training, unit, imagenet, none"),
-        (
-            {"name": "two_moons", "standardise": "unit"},
-            'expected images for data.standardise = "unit", got inputs of shape',
-        ),
-        ({"name": "two_moons", "targets": "standardised"}, "expected a regression"),
-        ({"name": "cubic", "targets": "scaled"}, "expected data.targets of original"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (
+        {"name": "two_moons", "ood": ["fashion"]},
+        r"shape \(2,\) in 'fashion', as in the training set, got \(1, 28, 28\)",
+    ),
+    ({"name": "digits", "ood": ["fashio"]}, "did you mean 'fashion'"),
+    ({"name": "x_sin_x", "shift": ["gab"]}, "did you mean 'gap'"),
+    ({"name": "digits", "validation": 10_000}, "validation rows"),
+    ({"name": "digits", "standardise": "unti"}, "expected data.standardise of training, unit, imagenet, none"),
+    (
+        {"name": "two_moons", "standardise": "unit"},
+        'expected images for data.standardise = "unit", got inputs of shape',
+    ),
+    ({"name": "two_moons", "targets": "standardised"}, "expected a regression"),
+    ({"name": "cubic", "targets": "scaled"}, "expected data.targets of original"),
+])  # fmt: skip
 def test_bad_data_settings_are_one_clear_error(settings, message):
     refuses(lambda: task_data(settings), message)
 

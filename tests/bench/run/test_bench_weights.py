@@ -120,23 +120,20 @@ def announced(path):
         archive.writestr("a.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
 
 
-@pytest.mark.parametrize(
-    ("name", "written", "message"),
-    [
-        (
-            "w.pt",
-            lambda path: torch.save({"net": net().state_dict(), "epoch": 3}, path),
-            r"a state dict of tensors in .* got the entries net, epoch",
-        ),
-        (
-            "w.npz",
-            lambda path: np.savez(path, a=np.array([Bomb()], dtype=object)),
-            r"expected an \.npz file of plain arrays",
-        ),
-        ("w.npz", announced, "announces 800,000,000,000 bytes and it has"),
-        ("w.h5", lambda path: path.touch(), r"expected weights in a file .pt, .pth, .th, .npz, .safetensors, got"),
-    ],
-)
+@pytest.mark.parametrize(("name", "written", "message"), [
+    (
+        "w.pt",
+        lambda path: torch.save({"net": net().state_dict(), "epoch": 3}, path),
+        r"a state dict of tensors in .* got the entries net, epoch",
+    ),
+    (
+        "w.npz",
+        lambda path: np.savez(path, a=np.array([Bomb()], dtype=object)),
+        r"expected an \.npz file of plain arrays",
+    ),
+    ("w.npz", announced, "announces 800,000,000,000 bytes and it has"),
+    ("w.h5", lambda path: path.touch(), r"expected weights in a file .pt, .pth, .th, .npz, .safetensors, got"),
+])  # fmt: skip
 def test_what_is_no_plain_state_dict_is_named_and_takes_no_memory(tmp_path, name, written, message):
     written(tmp_path / name)
     refuses(lambda: load_weights(net(), tmp_path / name), message)

@@ -86,30 +86,27 @@ def test_a_task_of_ones_own_is_read_from_a_file(tmp_path):
     assert task.methods == ["map"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("mons", {}), "expected a task of .*, got 'mons'; did you mean 'moons'"),
-        (("moons", {"size": "long"}), "expected a size of .*, got 'long'"),
-        (("moons", {"overrides": ["training.epoch=3"]}), r"key of \[training\].*'training.epochs'"),
-        (("moons", {"overrides": ["trainin.epochs=3"]}), "did you mean 'training.epochs'"),
-        (("moons", {"overrides": ["network.hiden=3"]}), "did you mean 'network.hidden'"),
-        (("moons", {"overrides": ["method.deep_ensemble.member=3"]}), "did you mean 'method.deep_ensemble.members'"),
-        (("moons", {"overrides": ["method.member=3"]}), "did you mean 'members'"),
-        (("moons", {"overrides": ["data.name=two_moon"]}), "did you mean 'two_moons'"),
-        (
-            ("moons", {"overrides": ["training.epochs=many"]}),
-            "expected a whole number for moons: training.epochs, got 'many'",
-        ),
-        (
-            ("moons", {"overrides": ["training.keep_best=1"]}),
-            "expected true or false for moons: training.keep_best, got 1",
-        ),
-        (("moons", {"overrides": ["training.epochs=true"]}), "expected a whole number for .*, got True"),
-        (("moons", {"overrides": ["training.epochs"]}), "expected key=value"),
-        (("moons", {"overrides": ["methods=map,deep_ensembel"]}), "did you mean 'deep_ensemble'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("mons", {}), "expected a task of .*, got 'mons'; did you mean 'moons'"),
+    (("moons", {"size": "long"}), "expected a size of .*, got 'long'"),
+    (("moons", {"overrides": ["training.epoch=3"]}), r"key of \[training\].*'training.epochs'"),
+    (("moons", {"overrides": ["trainin.epochs=3"]}), "did you mean 'training.epochs'"),
+    (("moons", {"overrides": ["network.hiden=3"]}), "did you mean 'network.hidden'"),
+    (("moons", {"overrides": ["method.deep_ensemble.member=3"]}), "did you mean 'method.deep_ensemble.members'"),
+    (("moons", {"overrides": ["method.member=3"]}), "did you mean 'members'"),
+    (("moons", {"overrides": ["data.name=two_moon"]}), "did you mean 'two_moons'"),
+    (
+        ("moons", {"overrides": ["training.epochs=many"]}),
+        "expected a whole number for moons: training.epochs, got 'many'",
+    ),
+    (
+        ("moons", {"overrides": ["training.keep_best=1"]}),
+        "expected true or false for moons: training.keep_best, got 1",
+    ),
+    (("moons", {"overrides": ["training.epochs=true"]}), "expected a whole number for .*, got True"),
+    (("moons", {"overrides": ["training.epochs"]}), "expected key=value"),
+    (("moons", {"overrides": ["methods=map,deep_ensembel"]}), "did you mean 'deep_ensemble'"),
+])  # fmt: skip
 def test_unknown_names_and_wrong_values_are_one_clear_error(arguments, message):
     name, keywords = arguments
     with pytest.raises((ValueError, TypeError), match=message) as error:
@@ -184,15 +181,12 @@ def load(*overrides, methods=None):
     return load_task("moons", size="smoke", overrides=overrides, methods=methods)
 
 
-@pytest.mark.parametrize(
-    ("override", "methods", "owners"),
-    [
-        ("method.init_spread=3", ["map", "deep_ensemble"], "node_bnn"),
-        ("method.modulation=sign", ["map"], "batch_ensemble, rank_one_bnn"),
-        ("method.members=4", ["map"], "deep_ensemble, .*"),  # a method of the task has it, but does not run
-        ("method.init_spread=3", None, "node_bnn"),
-    ],
-)
+@pytest.mark.parametrize(("override", "methods", "owners"), [
+    ("method.init_spread=3", ["map", "deep_ensemble"], "node_bnn"),
+    ("method.modulation=sign", ["map"], "batch_ensemble, rank_one_bnn"),
+    ("method.members=4", ["map"], "deep_ensemble, .*"),  # a method of the task has it, but does not run
+    ("method.init_spread=3", None, "node_bnn"),
+])  # fmt: skip
 def test_a_setting_that_no_running_method_has_is_an_error_that_names_those_there_are(override, methods, owners):
     running = ", ".join(methods or ["map", "deep_ensemble", "mc_dropout"])
     key = override.removeprefix("method.").partition("=")[0]
@@ -236,14 +230,11 @@ def test_a_part_of_a_likelihood_and_of_an_object_of_some_methods_is_answered_too
         load("method.prior.layer=layers.0")
 
 
-@pytest.mark.parametrize(
-    ("override", "advice"),
-    [
-        ("method.batch_ensemble.modulaton=sign", "did you mean 'method.batch_ensemble.modulation'"),
-        ("method.modulaton.normal=1", "name one of them"),  # nothing is near
-        ("method.forme.repulsion=1", "name one of them"),
-    ],
-)
+@pytest.mark.parametrize(("override", "advice"), [
+    ("method.batch_ensemble.modulaton=sign", "did you mean 'method.batch_ensemble.modulation'"),
+    ("method.modulaton.normal=1", "name one of them"),  # nothing is near
+    ("method.forme.repulsion=1", "name one of them"),
+])  # fmt: skip
 def test_what_is_near_comes_from_the_method_that_is_converted(override, advice):
     with pytest.raises(ValueError, match=advice) as error:
         converted_config("batch_ensemble", [*NET, override])
@@ -281,14 +272,11 @@ def test_a_variant_has_its_methods_settings_with_its_own_on_top(task_file):
     assert (built.name, built.config()["covariance"], built.samples) == ("tradi", "diagonal", 4)
 
 
-@pytest.mark.parametrize(
-    ("override", "samples"),
-    [
-        ("method.tradi-diagonal.samples=5", (4, 5)),
-        ("method.tradi.samples=5", (5, 5)),  # the variant has none of its own
-        ("method.samples=5", (5, 5)),
-    ],
-)
+@pytest.mark.parametrize(("override", "samples"), [
+    ("method.tradi-diagonal.samples=5", (4, 5)),
+    ("method.tradi.samples=5", (5, 5)),  # the variant has none of its own
+    ("method.samples=5", (5, 5)),
+])  # fmt: skip
 def test_overrides_reach_a_variant_its_method_or_both(task_file, override, samples):
     task = load_task(task_file, overrides=[override])
     assert tuple(run_config(task, name, 0).settings["samples"] for name in task.methods) == samples

@@ -65,15 +65,12 @@ def test_annealing_is_written_by_name(config, text, expected):
     assert built(config(text)).annealing == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{ normal = [1.0, 0.5] }", ds.Modulation.normal(1.0, 0.5)),
-        ('"sign"', ds.Modulation.sign()),
-        ("{ between = 0.3 }", ds.Modulation.between(0.3)),
-        ("{ bernoulli = { keep = 0.8 } }", ds.Modulation.bernoulli(0.8)),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{ normal = [1.0, 0.5] }", ds.Modulation.normal(1.0, 0.5)),
+    ('"sign"', ds.Modulation.sign()),
+    ("{ between = 0.3 }", ds.Modulation.between(0.3)),
+    ("{ bernoulli = { keep = 0.8 } }", ds.Modulation.bernoulli(0.8)),
+])  # fmt: skip
 def test_a_modulation_is_written_by_name(config, tmp_path, text, expected):
     path = tmp_path / "embedded.toml"
     method = f"modulation = {text}\nregime = 1.5"
@@ -325,17 +322,14 @@ def test_a_first_layer_prior_is_made_from_the_training_rows_and_replaces_weight_
     assert set(decays.values()) == {config.training["weight_decay"]}
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            "{alpha = 1.0}",
-            r"expected values that prior empcov\(layer, .* takes, got .*missing a required argument: 'layer'",
-        ),
-        ('{layer = "layers.0", alfa = 1}', r"empcov\(layer, \*, alpha.*unexpected keyword argument 'alfa'"),
-        ('{layer = "layers.0", data_size = 1}', "unexpected keyword argument 'data_size'"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (
+        "{alpha = 1.0}",
+        r"expected values that prior empcov\(layer, .* takes, got .*missing a required argument: 'layer'",
+    ),
+    ('{layer = "layers.0", alfa = 1}', r"empcov\(layer, \*, alpha.*unexpected keyword argument 'alfa'"),
+    ('{layer = "layers.0", data_size = 1}', "unexpected keyword argument 'data_size'"),
+])  # fmt: skip
 def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message):
     with pytest.raises(ValueError, match=message):
         run_config(
