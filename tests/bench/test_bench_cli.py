@@ -240,10 +240,7 @@ def task(tmp_path):
     ({"old": '"two_moons"', "new": "{}"}, "expected a text for .*data.name"),
     ({"old": "[6]", "new": '"six"'}, "expected a whole number or a list for .*network.hidden, got 'six'"),
     ({"old": "count = 40", "new": "count = [4]"}, "expected a whole number for .*data.count"),
-    (
-        {"more": '[method.deep_ensemble]\nmembers = "3"'},
-        "expected a whole number for .*method.deep_ensemble.members",
-    ),
+    ({"more": '[method.deep_ensemble]\nmembers = "3"'}, "expected a whole number for .*method.deep_ensemble.members"),
     (
         {"more": "[method.swag]\nposterior_temperature = true"},
         "expected a number for .*method.swag.posterior_temperature",

@@ -119,14 +119,8 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
         "method.batch_ensemble.regime=auto",
         r"expected method.batch_ensemble.regime of independent, collective, got 'auto'",
     ),
-    (
-        "widths.p_rates={collective = [0.1]}",
-        r"expected the number of rates in widths.p_rates.collective of 2, got 1",
-    ),
-    (
-        "widths.p_rates={both = [0.1]}",
-        r"expected a regime of widths.p_rates of independent, collective, got 'both'",
-    ),
+    ("widths.p_rates={collective = [0.1]}", r"expected the number of rates in widths.p_rates.collective of 2, got 1"),
+    ("widths.p_rates={both = [0.1]}", r"expected a regime of widths.p_rates of independent, collective, got 'both'"),
     ("widths.rate=shared", r"expected 'fixed' or 'sharing' for .*widths.rate, got 'shared'"),
     ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
 ])  # fmt: skip

@@ -281,14 +281,8 @@ def test_wrong_values_in_the_config(folder, keys, value, text):
 
 
 @pytest.mark.parametrize(("network", "text"), [
-    (
-        lambda: mlp(activation="tanh"),
-        r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'",
-    ),
-    (
-        lambda: ds.nets.MLP(4, 3, hidden=(7,)),
-        "expected a network with layer .*out_features=6.* got .*out_features=7",
-    ),
+    (lambda: mlp(activation="tanh"), r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'"),
+    (lambda: ds.nets.MLP(4, 3, hidden=(7,)), "expected a network with layer .*out_features=6.* got .*out_features=7"),
     (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
     (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
     (

@@ -103,10 +103,7 @@ def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, ca
         "expected the classes cat, dog in .*test, got 'horse' too; add",
     ),
     (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
-    (
-        lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"),
-        "expected 8 bits per channel in .*I;16",
-    ),
+    (lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"), "expected 8 bits per channel in .*I;16"),
     (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
     (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
 ])  # fmt: skip
@@ -255,11 +252,7 @@ def test_classes_of_a_table_are_its_words_or_numbers(tmp_path):
         'target = "price"',
         'expected classes in price of houses.csv, got float64 numbers; write likelihood = "regression"',
     ),
-    (
-        {"kind": [None, *"ab" * 59, "a"]},
-        'target = "kind"',
-        "expected kind in every row of houses.csv, got 1 without",
-    ),
+    ({"kind": [None, *"ab" * 59, "a"]}, 'target = "kind"', "expected kind in every row of houses.csv, got 1 without"),
     (
         {"kind": [*"ab" * 59, "c", "d"]},
         'target = "kind"\ntest_file = "test.csv"',

@@ -99,10 +99,7 @@ def test_a_task_of_ones_own_is_read_from_a_file(tmp_path):
         ("moons", {"overrides": ["training.epochs=many"]}),
         "expected a whole number for moons: training.epochs, got 'many'",
     ),
-    (
-        ("moons", {"overrides": ["training.keep_best=1"]}),
-        "expected true or false for moons: training.keep_best, got 1",
-    ),
+    (("moons", {"overrides": ["training.keep_best=1"]}), "expected true or false for moons: training.keep_best, got 1"),
     (("moons", {"overrides": ["training.epochs=true"]}), "expected a whole number for .*, got True"),
     (("moons", {"overrides": ["training.epochs"]}), "expected key=value"),
     (("moons", {"overrides": ["methods=map,deep_ensembel"]}), "did you mean 'deep_ensemble'"),
