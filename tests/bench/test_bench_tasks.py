@@ -79,10 +79,10 @@ def test_uci_regression_runs_split_by_split(tmp_path):
     assert (tmp_path / "runs" / "report.html").is_file()
 
 
-@pytest.mark.parametrize(
-    ("name", "methods"),
-    [("standard", None), pytest.param("standard-uci", None, marks=pytest.mark.slow), ("reference-uci", ["hmc", "map"])],
-)
+@pytest.mark.parametrize(("name", "methods"), [
+    ("standard", None),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (("standard-uci", None), ("reference-uci", ["hmc", "map"]))),
+])  # fmt: skip
 def test_the_standard_solutions_run_side_by_side(name, methods, tmp_path):
     folder = write_uci_files(tmp_path / "files")
     task = load_task(name, size="smoke")
