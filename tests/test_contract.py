@@ -15,6 +15,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.utils.parameter_groups import count_optimizer_step
+from refusals import refuses
 from small_methods import NodeNoise, Rank1Ensemble
 from small_noise import NoisyWeights
 from thinning import often
@@ -687,12 +688,9 @@ def test_the_default_optimizer_and_schedule_fit(build):
 
 @few
 def test_a_prior_needs_the_size_of_the_data(build):
-    with pytest.raises(ValueError, match="expected data_size with a prior"):
-        build(weight_prior_std=1.0)
-    with pytest.raises(ValueError, match="expected weight_prior_std above 0"):
-        build(weight_prior_std=0.0, data_size=10)
-    with pytest.raises(ValueError, match="expected data_size of at least 1"):
-        build(weight_prior_std=1.0, data_size=0)
+    refuses(lambda: build(weight_prior_std=1.0), "expected data_size with a prior")
+    refuses(lambda: build(weight_prior_std=0.0, data_size=10), "expected weight_prior_std above 0")
+    refuses(lambda: build(weight_prior_std=1.0, data_size=0), "expected data_size of at least 1")
 
 
 def test_a_posterior_shows_what_it_trains_and_what_is_frozen_apart():

@@ -35,7 +35,7 @@ from dissensus.training.checkpoint import Checkpoints
 from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
 from saved_files import config_of, reseal
-from thinning import thinned
+from thinning import often, thinned
 
 # of a damaged file of kilobytes; 64 MiB may be unpacked, and are held twice meanwhile
 SECONDS, BYTES = 2.0, 200_000_000
@@ -255,7 +255,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", often([20], [2000]))
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_is_one_clear_error(name, count, tmp_path):
     reader = READERS[name]
@@ -311,7 +311,7 @@ def places(table: object, path: tuple = ()) -> list[tuple]:
     return found + [each for key, value in inside for each in places(value, (*path, key))]
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", often([12], [2000]))
 @pytest.mark.parametrize(("read", "make"), thinned([ds.load, summarise], [ensemble, swag, laplace], every=2))
 def test_a_config_that_lies_under_a_checksum_that_fits_is_one_clear_error(make, read, count, tmp_path):
     ds.save(make(), tmp_path)

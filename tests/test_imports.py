@@ -134,8 +134,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once():
+    walk = ast.walk
+    nodes = functools.cache(lambda tree: list(walk(tree)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ast, "parse", functools.cache(ast.parse))
+        patch.setattr(ast, "walk", lambda node: nodes(node) if isinstance(node, ast.Module) else walk(node))
         yield
 
 
@@ -292,45 +295,38 @@ def test_a_wrong_import_would_be_seen(tmp_path):
     assert imported(tmp_path / "a.py") == [(2, "dissensus.bench"), (3, "dissensus.data.toy")]
 
 
-@pytest.mark.parametrize(
-    ("relative", "name", "found"),
-    [
-        ("core/batch.py", "dissensus.methods.MAP", "core may not import methods"),
-        ("kernels/fused_norm.py", "dissensus.core.batch", "kernels may not import core"),
-        ("utils/tensor_tree.py", "dissensus.core.batch", "utils may not import core"),
-        ("core/batch.py", "rich.table", "imports rich"),
-        ("__init__.py", "dissensus.bench", "imports bench"),
-        ("attic.py", "dissensus.core.batch", "attic is new"),
-        ("attic/old.py", "dissensus.core.batch", "attic is new"),
-        ("bench/setting_checks.py", "dissensus.bench.task.config.load_task", "setting_checks may not import task"),
-        ("bench/rows/task_rows.py", "dissensus.bench.task.config", "rows may not import task"),
-        ("bench/task/schema.py", "dissensus.bench.task.config.load_task", "schema may not import config"),
-        ("bench/run/run.py", "dissensus.bench.run.jobs.bench", "run may not import jobs"),
-        ("bench/theory_studies.py", "dissensus.bench.cli.main", "theory_studies may not import cli"),
-        ("bench/run/__init__.py", "dissensus.bench.run.run.Run", "imports nothing"),
-        ("bench/attic.py", "dissensus.bench.setting_checks", "say in FLOORS"),
-        ("bench/cli.py", "dissensus.bench.attic.old", "say in FLOORS"),
-        ("bench/cli.py", "dissensus.report.report", "bench may not import report"),
-        ("evaluation/evaluate.py", "dissensus.bench.run.run.Run", "evaluation may not import bench"),
-        ("bench/report/tables.py", "dissensus.bench.report.html_report.write", "tables may not import html_report"),
-        ("bench/report/tables.py", "dissensus.bench.run.run.Run", "report may not import run"),
-        ("bench/report/tables.py", "matplotlib.pyplot", "imports matplotlib"),
-    ],
-)
+@pytest.mark.parametrize(("relative", "name", "found"), [
+    ("core/batch.py", "dissensus.methods.MAP", "core may not import methods"),
+    ("kernels/fused_norm.py", "dissensus.core.batch", "kernels may not import core"),
+    ("utils/tensor_tree.py", "dissensus.core.batch", "utils may not import core"),
+    ("core/batch.py", "rich.table", "imports rich"),
+    ("__init__.py", "dissensus.bench", "imports bench"),
+    ("attic.py", "dissensus.core.batch", "attic is new"),
+    ("attic/old.py", "dissensus.core.batch", "attic is new"),
+    ("bench/setting_checks.py", "dissensus.bench.task.config.load_task", "setting_checks may not import task"),
+    ("bench/rows/task_rows.py", "dissensus.bench.task.config", "rows may not import task"),
+    ("bench/task/schema.py", "dissensus.bench.task.config.load_task", "schema may not import config"),
+    ("bench/run/run.py", "dissensus.bench.run.jobs.bench", "run may not import jobs"),
+    ("bench/theory_studies.py", "dissensus.bench.cli.main", "theory_studies may not import cli"),
+    ("bench/run/__init__.py", "dissensus.bench.run.run.Run", "imports nothing"),
+    ("bench/attic.py", "dissensus.bench.setting_checks", "say in FLOORS"),
+    ("bench/cli.py", "dissensus.bench.attic.old", "say in FLOORS"),
+    ("bench/cli.py", "dissensus.report.report", "bench may not import report"),
+    ("evaluation/evaluate.py", "dissensus.bench.run.run.Run", "evaluation may not import bench"),
+    ("bench/report/tables.py", "dissensus.bench.report.html_report.write", "tables may not import html_report"),
+    ("bench/report/tables.py", "dissensus.bench.run.run.Run", "report may not import run"),
+    ("bench/report/tables.py", "matplotlib.pyplot", "imports matplotlib"),
+])  # fmt: skip
 def test_what_points_the_wrong_way_is_a_fault(relative, name, found):
     assert found in fault(relative, name)
 
 
-@pytest.mark.parametrize(
-    ("relative", "name"),
-    [
-        ("core/posterior.py", "dissensus.core.gradients"),
-        ("bench/run/jobs.py", "dissensus.bench.run.run.Run"),
-        ("bench/run/run.py", "dissensus.bench.rows.task_rows.TaskData"),
-        ("bench/cli.py", "dissensus.bench.cli"),
-        ("bench/report/html_report.py", "dissensus.bench.report.report_figures"),
-    ],
-)
+@pytest.mark.parametrize(("relative", "name"), [
+    ("core/posterior.py", "dissensus.core.gradients"), ("bench/run/jobs.py", "dissensus.bench.run.run.Run"),
+    ("bench/run/run.py", "dissensus.bench.rows.task_rows.TaskData"),
+    ("bench/cli.py", "dissensus.bench.cli"),
+    ("bench/report/html_report.py", "dissensus.bench.report.report_figures"),
+])  # fmt: skip
 def test_what_points_down_is_none(relative, name):
     assert fault(relative, name) is None
 

@@ -1,6 +1,7 @@
-"""Prediction over loaders: whole, batch by batch, summarised, and from a folder one member at a time."""
+"""Prediction over loaders: whole, batch by batch, summarised, and from a folder; with the network that was given."""
 
 import functools
+import json
 import logging
 
 import pytest
@@ -10,8 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dissensus as ds
 import tiny
+from dissensus.core.summary import RunningSummary
+from dissensus.storage import blueprints
 from dissensus.core.predictive import RunningSummary
 from dissensus.training.validation import validation_nll
+from refusals import refuses
+from small_cut import ScaledEnsemble
 
 F64 = torch.float64
 
@@ -99,10 +104,8 @@ def test_half_precision_comes_close():
 def test_bad_data_is_a_clear_error(call):
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     x[5, 1] = float("nan")
-    with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row 5 of a batch"):
-        call(posterior, [(x, y)])
-    with pytest.raises(TypeError, match=r"expected batches \(x, y\)"):
-        call(posterior, [x])
+    refuses(lambda: call(posterior, [(x, y)]), "expected finite inputs, got NaN or infinity in row 5 of a batch")
+    refuses(lambda: call(posterior, [x]), r"expected batches \(x, y\)", TypeError)
 
 
 @pytest.mark.parametrize("call", [ds.predict, ds.summarise])
@@ -125,8 +128,7 @@ def test_networks_no_data_and_unknown_precisions_are_refused():
     for call in (ds.predict, ds.summarise):
         with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
             call(posterior, [])
-    with pytest.raises(ValueError, match="expected precision of float32, bf16, got"):
-        ds.predict(posterior, batches(), precision="fp8")
+    refuses(lambda: ds.predict(posterior, batches(), precision="fp8"), "expected precision of float32, bf16, got")
 
 
 # ---------------------------------------------------------------------------------------------------- summaries
@@ -170,8 +172,7 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
         torch.testing.assert_close(getattr(summary, name), getattr(whole, name), rtol=0, atol=1e-10)
     assert torch.equal(summary.total, summary.aleatoric + summary.epistemic)
     assert len(summary) == len(whole) == 20
-    with pytest.raises(TypeError, match="expected a predictive with its members"):
-        _ = summary.member_means
+    refuses(lambda: summary.member_means, "expected a predictive with its members", TypeError)
 
 
 def test_a_class_summary_scores_samples_and_sets_as_the_whole():
@@ -184,8 +185,7 @@ def test_a_class_summary_scores_samples_and_sets_as_the_whole():
     assert torch.equal(summary.credible_set(0.7), whole.credible_set(0.7))
     draws = [p.sample(50, generator=torch.Generator().manual_seed(3)) for p in (summary, whole)]
     assert torch.equal(*draws)
-    with pytest.raises(TypeError, match="expected a predictive with its members"):
-        summary.interval(0.9)
+    refuses(lambda: summary.interval(0.9), "expected a predictive with its members", TypeError)
 
 
 def test_a_regression_summary_is_the_gaussian_of_equal_moments():
@@ -310,8 +310,7 @@ def test_a_member_that_predicts_nan_for_a_later_batch_is_named():
                 predicted(posterior, loader(*sizes))
             assert error.value.members == [1]
     read.clear()
-    with pytest.raises(ds.Diverged, match="in member 1 at"):
-        ds.predict(posterior, loader(1e5, 0.0))
+    refuses(lambda: ds.predict(posterior, loader(1e5, 0.0)), "in member 1 at", ds.Diverged)
     assert read == [1e5]
 
 
@@ -319,8 +318,7 @@ def test_a_member_whose_mean_is_infinite_is_named():
     posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression(noise=1.0)).double()
     with torch.no_grad():
         posterior.particles.own_parameters()["network.bias"][0] = torch.inf
-    with pytest.raises(ds.Diverged, match="not finite in member 0 "):
-        posterior.predict(tiny.points()[0])
+    refuses(lambda: posterior.predict(tiny.points()[0]), "not finite in member 0 ", ds.Diverged)
 
 
 def test_a_class_that_cannot_be_is_no_divergence():
@@ -404,8 +402,7 @@ def test_what_is_no_image_or_no_segmentation_is_refused():
     with pytest.raises(ValueError, match="expected overlap below 4, got 4"):
         ds.predict_image(posterior, torch.randn(2, 9, 9), tile=4, overlap=4)
     flat = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(162, 3)))
-    with pytest.raises(ValueError, match=r"expected logits \(B, C, 9, 9\)"):
-        ds.predict_image(flat, torch.randn(2, 9, 9))
+    refuses(lambda: ds.predict_image(flat, torch.randn(2, 9, 9)), r"expected logits \(B, C, 9, 9\)")
 
 
 # ---------------------------------------------------------------------------------------------------- one at a time
@@ -417,17 +414,13 @@ def pixels():
     ).double()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ds.DeepEnsemble([pixels(), pixels()]),
-        lambda: ds.MCDropout([pixels(), pixels()], samples=3),
-        lambda: ds.GaussianPerturbation(pixels(), noise=0.1, samples=3),
-        lambda: ds.MeanFieldVI([pixels(), pixels()], samples=2, data_size=5),
-        lambda: ds.NodeBNN(pixels(), components=2, samples=2, data_size=5),
-    ],
-    ids=["ensemble", "dropout", "perturbation", "vi", "node"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: ds.DeepEnsemble([pixels(), pixels()]),
+    lambda: ds.MCDropout([pixels(), pixels()], samples=3),
+    lambda: ds.GaussianPerturbation(pixels(), noise=0.1, samples=3),
+    lambda: ds.MeanFieldVI([pixels(), pixels()], samples=2, data_size=5),
+    lambda: ds.NodeBNN(pixels(), components=2, samples=2, data_size=5),
+], ids=["ensemble", "dropout", "perturbation", "vi", "node"])  # fmt: skip
 def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
     torch.manual_seed(0)
     posterior, sizes, add = make(), [], RunningSummary.add
@@ -440,3 +433,89 @@ def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
     assert sizes == [1] * len(whole.member_means)
     torch.testing.assert_close(found.mean, whole.mean[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(found.epistemic, whole.epistemic[0], rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------- the network that was given, also where the method cuts layers
+@pytest.fixture
+def trained(tmp_path):
+    """(posterior, plain network, inputs, targets), saved in tmp_path."""
+    plain, (x, y) = tiny.mlp().double(), tiny.points()
+    posterior = ScaledEnsemble(plain)
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+    ds.save(posterior, tmp_path)
+    return posterior, plain, x, y
+
+
+def test_a_method_that_cuts_layers_is_loaded_around_the_plain_network(trained, tmp_path):
+    posterior, plain, x, _ = trained
+    assert blueprints.layer_lines(posterior.plain_network()) == blueprints.layer_lines(plain)
+    assert blueprints.layer_lines(posterior.member(0)) != blueprints.layer_lines(plain)  # the function, as it is
+    assert json.loads((tmp_path / "config.json").read_text())["network"]["structure"] == blueprints.layer_lines(plain)
+    before = tiny.state(plain)
+    loaded = ds.load(tmp_path, plain, method=ScaledEnsemble)
+    assert tiny.largest_difference(before, tiny.state(plain)) == 0
+    assert tiny.largest_difference(tiny.state(loaded), tiny.state(posterior)) == 0
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
+    with pytest.raises(ValueError, match="expected a network with layer '0: Linear"):
+        ds.load(tmp_path, posterior.member(0), method=ScaledEnsemble)
+
+
+def test_what_was_given_has_a_members_tensors_and_shares_nothing(trained):
+    posterior, _, x, _ = trained
+    given, before = posterior.plain_network(), posterior.predict(x).member_means
+    assert torch.equal(given[0].weight, posterior.particles.shared_parameters()["network.0.linear.weight"])
+    with torch.no_grad():
+        for parameter in given.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(posterior.predict(x).member_means, before)
+
+
+def test_a_network_of_the_library_that_was_cut_is_built_again(tmp_path):
+    x, y = tiny.points()
+    posterior = ScaledEnsemble(ds.nets.MLP(4, 3, hidden=(5,)).double())
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, method=ScaledEnsemble)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
+
+
+def test_a_cut_network_far_larger_than_its_file_is_not_built():
+    with torch.device("meta"):
+        lines = blueprints.layer_lines(ds.nets.MLP(4, 3, hidden=(5000,)))
+    saved = {"name": "MLP", "arguments": {"inputs": 4, "outputs": 3, "hidden": [5000]}, "structure": lines, "cut": True}
+    with pytest.raises(
+        ValueError, match="expected a network of at most 64 times the 12 numbers in the file, got 40003"
+    ):
+        blueprints.build_network(saved, None, {"a": (3, 4)})
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_members_that_are_no_plain_networks_are_summarised_as_a_whole(trained, tmp_path, monkeypatch, known):
+    """Also where the library knows the method, and would read members one by one."""
+    posterior, plain, x, y = trained
+    keywords = {"method": ScaledEnsemble}
+    if known:
+        monkeypatch.setitem(blueprints.METHODS, ScaledEnsemble.name, ScaledEnsemble)
+        ds.save(posterior, tmp_path)
+        keywords = {}
+    found = ds.summarise(tmp_path, [(x, y)], network=plain, **keywords)
+    torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("read", [ds.load, lambda *a, **k: ds.summarise(a[0], [tiny.points()], network=a[1], **k)])
+def test_a_method_of_ones_own_must_be_named_and_be_the_one_that_was_saved(trained, tmp_path, read):
+    _, plain, _, _ = trained
+    refuses(lambda: read(tmp_path, plain), "expected method=ScaledEnsemble to load into, got none")
+    with pytest.raises(ValueError, match="expected a folder of the method 'map', got one of 'scaled_ensemble'"):
+        read(tmp_path, plain, method=ds.MAP)
+    with pytest.raises(TypeError, match="expected a class of posteriors as method, got 'scaled_ensemble'"):
+        read(tmp_path, plain, method="scaled_ensemble")
+
+
+def test_a_class_of_ones_own_is_not_loaded_as_the_one_whose_name_it_has(tmp_path):
+    posterior, (x, _) = tiny.Repelling([tiny.mlp().double() for _ in range(3)]), tiny.points()
+    ds.save(posterior, tmp_path)
+    refuses(lambda: ds.load(tmp_path, tiny.mlp()), "expected method=Repelling to load into")
+    loaded = ds.load(tmp_path, tiny.mlp(), method=tiny.Repelling)
+    assert type(loaded) is tiny.Repelling
+    assert torch.equal(loaded.predict(x).member_means, posterior.eval().predict(x).member_means)

@@ -1,18 +1,26 @@
-"""What the README and the documentation show runs, file by file, top to bottom; in the slow suite as long as it says."""
+"""What the README, the pages and the notebook show runs, top to bottom; in the slow suite as long as it says."""
 
+import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+import dissensus
 from thinning import often
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SELDOM = [page for page in PAGES if page.parent.name == "details" or page.name == "index.md"]  # the README's code
-SHORT = 1  # epochs where pages do not run as long as they say
-# what follows needs them all
-LONG = ("README.md", "guides/calibration.md", "guides/guarantees.md", "reference/evaluation.md", "reference/verbs.md")
+SHORT = {"epochs": 1, "warmup": 2, "leapfrog": 2}  # where pages do not run as long as they say
+LONG = (
+    "guides/calibration.md",
+    "guides/guarantees.md",
+    "reference/evaluation.md",
+    "reference/verbs.md",
+)  # needs them all
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```\s*$", re.DOTALL | re.MULTILINE)
 
 
@@ -31,6 +39,10 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     return blocks
 
 
+def shortened(setting: re.Match[str]) -> str:
+    return f"{setting[1]}={min(SHORT[setting[1]], int(setting[2]))}"
+
+
 @pytest.mark.parametrize("whole", often([False], [True]), ids=["short", "whole"])
 @pytest.mark.parametrize(
     "page", often([page for page in PAGES if page not in SELDOM], SELDOM), ids=lambda page: str(page.relative_to(ROOT))
@@ -45,7 +57,7 @@ def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
     names: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks:
         if not whole and not str(page).endswith(LONG):
-            code = re.sub(r"\bepochs=(\d+)", lambda found: f"epochs={min(SHORT, int(found[1]))}", code)
+            code = re.sub(r"\b(epochs|warmup|leapfrog)=(\d+)", shortened, code)
         # Empty lines in front, so that a traceback names the line of the page.
         try:
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
@@ -60,3 +72,55 @@ def test_blocks_are_found_and_marks_are_refused():
     assert python_blocks(text) == [(4, "a = 1\n"), (12, "b = 2\n")]
     with pytest.raises(AssertionError, match="every one is run"):
         python_blocks("```python no-run\na = 1\n```\n")
+
+
+# -------------------------------------------------------------------------------------------------------- the notebook
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+CELLS = """
+import json, sys
+cells = [c for c in json.load(open(sys.argv[1], encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+names = {"__name__": "__main__"}
+for number, cell in enumerate(cells):
+    *lines, last = "".join(cell["source"]).rstrip().split("\\n")
+    exec(compile("\\n".join(lines), f"cell {number}", "exec"), names)
+    try:
+        shown = eval(compile(last, f"cell {number}", "eval"), names)
+    except SyntaxError:
+        exec(compile(last, f"cell {number}", "exec"), names)
+        shown = None
+    if hasattr(shown, "savefig"):
+        shown.savefig(f"cell{number}.png")
+    elif hasattr(shown, "_repr_html_"):
+        assert shown._repr_html_().strip().startswith("<")
+print("ran", len(cells))
+"""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pandas", reason="pandas is not installed: pip install pandas")
+    monkeypatch.setenv("PYTHONPATH", str(Path(dissensus.__file__).parents[1]))  # the library that is tested
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
+        import nbformat
+        from nbclient import NotebookClient
+
+        cells = NotebookClient(
+            nbformat.read(path, 4), timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()["cells"]
+        assert not [o for c in cells for o in c.get("outputs", []) if o["output_type"] == "error"]
+    else:  # the same code in the same order, without a kernel
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["-c", str(path)])
+        exec(CELLS, {})
+        count = sum(cell["cell_type"] == "code" for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
+        assert capsys.readouterr().out.splitlines()[-1] == f"ran {count}"
+        assert len(list(tmp_path.glob("cell*.png"))) == 5
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_there_is_a_notebook_and_it_holds_no_output():
+    assert NOTEBOOKS
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path.name

@@ -1,5 +1,6 @@
-"""The command line: what it prints, what it returns, and that errors are one line."""
+"""The command line: what it prints and returns, errors of one line, tasks and results that somebody else wrote."""
 
+import dataclasses
 import re
 import runpy
 import sys
@@ -8,12 +9,23 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import dissensus as ds
 from dissensus.bench import cli
+from dissensus.bench.report.results import results_of_evaluations
+from dissensus.bench.rows.task_rows import task_data
+from dissensus.bench.run import build
 from dissensus.bench.run.build import check_complete
+from dissensus.bench.run.jobs import report_runs
+from dissensus.bench.run.records import read_evaluation, write_evaluation
+from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
+from dissensus.bench.terminal import print_results
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
+from refusals import refuses
+from small_runs import trained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -81,35 +93,32 @@ def test_what_a_method_is_said_to_be_is_a_whole_sentence():
     assert [line for line in said.values() if not line.endswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("bench", "mons"), "did you mean 'moons'"),
-        (("bench", "mytask.tml"), "got 'mytask.tml'; correct the path"),
-        (("bench", "tasks/moons"), "got 'tasks/moons'; correct the path"),
-        (("bench", "taken.txt"), "got 'taken.txt'; correct the path"),
-        (("bench", "moons", "--methods", "map,deep_ensembel"), "did you mean 'deep_ensemble'"),
-        (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
-        (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
-        (("bench", "moons", "--size", "huge"), "expected a size"),
-        (("bench", "moons", "--baseline", "deep"), "expected a baseline of map, deep_ensemble"),
-        (
-            ("bench", "moons", "--methods", "mc_dropout", "--baseline", "map"),
-            "expected a baseline of mc_dropout, got 'map'; run it too",
-        ),
-        (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
-        (("bench", "moons", "--set", "method.node_bnn.posterior_temperature=4"), "choose node_bnn, or leave it out"),
-        (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
-        (("bench", "moons", "--seeds", "none"), "--seeds"),
-        (("bench", "moons", "--sizes", "smoke"), "--size"),
-        (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
-        (("bench", "mine.toml"), "a .toml file, got 'mine.toml'"),
-        (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
-        (("evaluate", "nothing"), "expected a run folder"),
-        (("report", "nothing"), "expected a run folder"),
-        (("flub",), "flub"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("bench", "mons"), "did you mean 'moons'"),
+    (("bench", "mytask.tml"), "got 'mytask.tml'; correct the path"),
+    (("bench", "tasks/moons"), "got 'tasks/moons'; correct the path"),
+    (("bench", "taken.txt"), "got 'taken.txt'; correct the path"),
+    (("bench", "moons", "--methods", "map,deep_ensembel"), "did you mean 'deep_ensemble'"),
+    (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
+    (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
+    (("bench", "moons", "--size", "huge"), "expected a size"),
+    (("bench", "moons", "--baseline", "deep"), "expected a baseline of map, deep_ensemble"),
+    (
+        ("bench", "moons", "--methods", "mc_dropout", "--baseline", "map"),
+        "expected a baseline of mc_dropout, got 'map'; run it too",
+    ),
+    (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
+    (("bench", "moons", "--set", "method.node_bnn.posterior_temperature=4"), "choose node_bnn, or leave it out"),
+    (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
+    (("bench", "moons", "--seeds", "none"), "--seeds"),
+    (("bench", "moons", "--sizes", "smoke"), "--size"),
+    (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
+    (("bench", "mine.toml"), "a .toml file, got 'mine.toml'"),
+    (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
+    (("evaluate", "nothing"), "expected a run folder"),
+    (("report", "nothing"), "expected a run folder"),
+    (("flub",), "flub"),
+])  # fmt: skip
 def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(dissensus, tmp_path, arguments, message):
     (tmp_path / "taken").write_text("")
     (tmp_path / "taken.txt").write_text("")
@@ -196,3 +205,117 @@ def test_the_package_can_be_run_as_a_module(monkeypatch, capsys):
         runpy.run_module("dissensus", run_name="__main__")
     assert not done.value.code
     assert capsys.readouterr() == (f"dissensus {ds.__version__}\n", "")
+
+
+# --------------------------------------------------------- wrong values are one clear error before anything is trained
+TASK = """
+methods = ["map"]
+data = { name = "two_moons", count = 40, validation = 10 }
+network = { name = "MLP", hidden = [6] }
+training = { epochs = 1, batch_size = 20 }
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A function that writes the task with one text in place of another, and gives its path."""
+
+    def write(old: str = "", new: str = "", *, more: str = "") -> str:
+        assert old in TASK
+        (tmp_path / "mine.toml").write_text(TASK.replace(old, new, 1) + more)
+        return str(tmp_path / "mine.toml")
+
+    return write
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"old": '["map"]', "new": '[["map"]]'}, "expected a list of names, got"),
+    ({"old": '["map"]', "new": "[3]"}, "expected a list of names, got 3"),
+    ({"old": '["map"]', "new": "3"}, "expected a list or a text for .*methods, got 3"),
+    ({"more": "[method]\nmap = 3"}, "expected a table for .*: method.map, got 3"),
+    ({"more": "[method.map]\ntraining = 3"}, "expected a table for .*: method.map.training"),
+    ({"more": "[method]\n[size]\nsmoke = 3"}, "expected a table for .*: size.smoke"),
+    ({"old": "methods", "new": "size = 3\nmethods"}, "expected a table for .*: size"),
+    ({"old": '"MLP"', "new": '["MLP"]'}, "expected a text for .*network.name"),
+    ({"old": '"two_moons"', "new": "{}"}, "expected a text for .*data.name"),
+    ({"old": "[6]", "new": '"six"'}, "expected a whole number or a list for .*network.hidden, got 'six'"),
+    ({"old": "count = 40", "new": "count = [4]"}, "expected a whole number for .*data.count"),
+    ({"more": '[method.deep_ensemble]\nmembers = "3"'}, "expected a whole number for .*method.deep_ensemble.members"),
+    (
+        {"more": "[method.swag]\nposterior_temperature = true"},
+        "expected a number for .*method.swag.posterior_temperature",
+    ),
+    ({"more": "[likelihood]\nname = 3"}, "expected likelihood by one name, got 3"),
+    ({"old": "epochs = 1, ", "new": ""}, "expected training.epochs for map, got none"),
+])  # fmt: skip
+def test_a_value_of_a_wrong_type_is_named(task, change, text):
+    path = task(**change)
+    refuses(lambda: run_config(load_task(path, size="smoke"), "map", 0), text, (ValueError, TypeError))
+
+
+@pytest.mark.parametrize(("hidden", "text"), [
+    ('["a"]', "expected hidden as a whole number, got 'a'"),
+    ("[-1]", "expected hidden of at least 1, got -1"),
+    (f"[{10**30}]", r"expected settings that fit the network MLP, got others .*; correct them in the task"),
+    ("[[]]", r"expected hidden as a whole number, got \[\]"),
+])  # fmt: skip
+def test_settings_that_a_network_cannot_take_are_one_clear_error(task, hidden, text):
+    config = run_config(load_task(task("[6]", hidden), size="smoke"), "map", 0)
+    refuses(lambda: build.network(config, task_data(config.data)), text, (ValueError, TypeError))
+
+
+def test_settings_that_a_data_set_cannot_take_are_an_error_about_the_task(task):
+    config = run_config(load_task(task("count = 40", "count = -40"), size="smoke"), "map", 0)
+    refuses(lambda: task_data(config.data), "expected")
+
+
+def test_a_task_that_is_no_text_is_one_clear_error(task):
+    path = task()
+    with open(path, "ab") as file:
+        file.write(b"\xff\xfe")
+    refuses(lambda: load_task(path), r"expected TOML in .*, got a file that is not")
+
+
+@pytest.mark.parametrize("title", ["[/wide]", "[bold]", "[link=", "\\", "a\\[/b]"])
+def test_a_title_that_looks_like_markup_is_printed_as_it_stands(title, capsys):
+    posterior = ds.MAP(ds.nets.MLP(2, 2, hidden=(3,)))
+    evaluation = ds.evaluate(posterior, [(torch.randn(6, 2), torch.arange(6) % 2)])
+    print_results(results_of_evaluations({"[/red]": evaluation}, title))
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].strip() == title
+    assert "[/red]" in printed
+
+
+def test_results_that_do_not_belong_together_are_one_clear_error(task, tmp_path):
+    run = trained(Run(tmp_path / "map-seed0", run_config(load_task(task(), size="smoke"), "map", 0)))
+    run.evaluate()
+    report_runs([run.folder], tmp_path / "report")
+    evaluation = read_evaluation(run.folder)
+    arrays = {name: array for name, array in evaluation.arrays.items() if name != "reliability/edges"}
+    write_evaluation(run.folder, dataclasses.replace(evaluation, arrays=arrays))
+    with pytest.raises(
+        ValueError, match=r"expected metrics.json and arrays.safetensors that belong together in .*map-seed0"
+    ):
+        report_runs([run.folder], tmp_path / "report")
+
+
+# ----------------------------------------------------------------------------------------------- results on a terminal
+def evaluation(seed: int, count: int = 40) -> Evaluation:
+    nll = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    metrics = {"nll": float(nll.mean()), "accuracy": 1.0}
+    return Evaluation("classification", metrics, {"test/nll": nll}, "max_probability")
+
+
+def test_titles_and_names_cannot_steer_the_terminal(capsys):
+    evaluations = {"a\x1b[31m": evaluation(0), "b\x9b2J\x07": evaluation(1)}
+    print_results(results_of_evaluations(evaluations, "t\x1b]0;owned\x07 [bold]x[/bold]\x1b[2J"))
+    shown = capsys.readouterr().out
+    assert not [char for char in shown if (ord(char) < 32 and char != "\n") or 127 <= ord(char) < 160]
+    assert "t]0;owned [bold]x[/bold][2J" in shown
+
+
+def test_few_examples_are_cautioned_about(capsys):
+    print_results(results_of_evaluations({"a": evaluation(0, 12), "b": evaluation(1, 12)}, "t"))
+    assert "Few examples (test: 12)" in " ".join(capsys.readouterr().out.split())
+    print_results(results_of_evaluations({"a": evaluation(0), "b": evaluation(1)}, "t"))
+    assert "Few examples" not in capsys.readouterr().out

@@ -1,23 +1,30 @@
-"""The particle tasks run at their smallest size, and the papers' sizes are what they say."""
+"""The particle tasks and CIFAR-10 at their smallest size, and `dissensus capacity`."""
 
 import csv
 import importlib.util
 import re
+import sys
+import time
+import types
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from dissensus.bench.capacity_table import capacities
 from dissensus.bench.report.prose import question_sentences
 from dissensus.bench.report.results import Results
 from dissensus.bench.rows.named_sets import GEOMETRIES
 from dissensus.bench.rows.task_rows import DataCache, task_data
 from dissensus.bench.run import jobs
-from dissensus.bench.run.build import optimizer, posterior
+from dissensus.bench.run.build import check_complete, optimizer, posterior
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.objects import setting_value
 from dissensus.data.corruptions import BENCHMARK
+from dissensus.methods import METHODS
 from thinning import thinned
 
 TASKS = (
@@ -63,13 +70,9 @@ def benched(tmp_path_factory):
 
 # Those whose like runs every time: the same kinds of data with other settings. All are built, below.
 SLOW = (
-    "toy-regression",
-    "toy-regression-small",
-    "toy-classification-small",
-    "forde-variants",
-    "lengthscales",
+    "toy-regression", "toy-regression-small", "toy-classification-small", "forde-variants", "lengthscales",
     "toy-classification",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -138,15 +141,10 @@ def test_every_method_of_every_size_can_be_built(name, size):
         optimizer(built, config.training)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "hidden", "prior"),
-    [
-        ("toy-regression", 24_000, [200, 50, 50, 50], None),
-        ("toy-classification", 12_000, [200, 50, 50, 50], None),
-        ("toy-regression-small", 5_001, [10, 10], 1.0),
-        ("toy-classification-small", 10_000, [10, 10], 1.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "steps", "hidden", "prior"), [
+    ("toy-regression", 24_000, [200, 50, 50, 50], None), ("toy-classification", 12_000, [200, 50, 50, 50], None),
+    ("toy-regression-small", 5_001, [10, 10], 1.0), ("toy-classification-small", 10_000, [10, 10], 1.0),
+])  # fmt: skip
 def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, prior):
     task = load_task(name, size="paper")
     config = run_config(task, "forde", 0)
@@ -248,3 +246,99 @@ def test_what_chooses_alpha_is_neither_a_test_corruption_nor_a_test_image():
     task = load_task("lengthscales", size="paper")
     alphas = [setting_value(run_config(task, method, 0).settings, "alpha") for method in task.methods]
     assert alphas == [None, None, None, 0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
+
+
+# ------------------------------------------------------------------------------------------------ `dissensus capacity`
+# nodes: the talk on node noise and spec of its networks, Σ in_channels; parameters: torchvision's, and those of the papers
+PUBLISHED = {
+    "LeNet, 28×28": (44_190, 467, 44_426), "AlexNet": (61_090_496, 18_307, 61_100_840),
+    "VGG16, small head": (15_239_872, 5_251, 15_245_130), "VGG16, large head": (138_344_128, 36_995, 138_357_544),
+    "ResNet-50": (25_502_912, 24_579, 25_557_032), "WRN-28-10": (36_461_232, 9_475, 36_479_194),
+}  # fmt: skip
+
+
+def test_the_talks_table_to_the_digit():
+    found = capacities([])
+    assert {name: (each.weights, each.nodes, each.parameters) for name, each in found.items()} == PUBLISHED
+    assert found["AlexNet"].ratio == 61_090_496 / 18_307
+
+
+def test_settings_go_to_every_network_that_has_them():
+    settings = ("inputs=5", "outputs=3", "hidden=[4]", "in_features=2", "out_features=9")
+    found = capacities(["MLP", "LeNet", "torch.nn:Linear"], [f"network.{each}" for each in settings])
+    assert [each.nodes for each in found.values()] == [5 + 4, 467, 2]
+    assert found["LeNet"].layers["head.5"].weights == 84 * 3
+
+
+class NoMeta(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(int(torch.ones(3).sum()), 2))  # values of a tensor, which the meta device lacks
+
+
+def test_a_network_that_needs_values_is_built_with_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(NoMeta=NoMeta))
+    assert capacities(["mine:NoMeta"])["mine:NoMeta"].nodes == 3
+
+
+@pytest.mark.parametrize(("arguments", "error"), [
+    (["LeNett"], r"of MLP, AlexNet, .*WideResNet, got 'LeNett'; did you mean 'LeNet'\?"),
+    (["nowhere.at.all:Net"], "expected a network that can be imported"),
+    (["VGG16", "--set", "network.haed=large"], "did you mean 'head'"),
+    (["VGG16", "--set", "network.head=huge"], "expected head of small, large, got 'huge'"),
+    (["ResNet", "--set", "depth=18"], r"expected network.key=value for --set, got 'depth=18'"),
+    (["ResNet", "--set", "network.depth=deep"], "expected a whole number for network.depth, got 'deep'"),
+    (["MLP"], "missing 2 required positional arguments"),
+])  # fmt: skip
+def test_what_a_user_gets_wrong_is_one_line(arguments, error, command_line):
+    code, _, said = command_line("capacity", *arguments)
+    assert code == 2
+    assert re.search(error, said)
+
+
+def test_the_command_prints_the_table_and_what_is_left_out(command_line):
+    code, printed, _ = command_line("capacity")
+    assert code == 0
+    for weights, nodes, parameters in PUBLISHED.values():
+        assert any(all(f"{n:,}" in line for n in (weights, nodes, parameters)) for line in printed.splitlines())
+    assert "41,640" in printed
+    settings = ["--set", "network.d_model=4", "--set", "network.nhead=2"]
+    _, printed, _ = command_line("capacity", "torch.nn:TransformerEncoderLayer", *settings)
+    assert "no nodes in self_attn, self_attn.out_proj" in printed
+    assert "41,640" not in printed
+
+
+# ------------------------------------------------------------------------------------------------------------ CIFAR-10
+def test_every_method_has_all_that_it_needs_and_little_to_do():
+    for name in METHODS:
+        config = run_config(load_task("cifar10", size="smoke", methods=[name]), name, 0)
+        check_complete(config)
+        counts = {
+            key: value for key, value in config.settings.items() if key in ("members", "samples", "components", "rank")
+        }
+        assert all(value <= 4 for value in counts.values()), name
+        assert counts or name in ("map", "swa"), name  # whose defaults would be long
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    """CIFAR-10, CIFAR-100 and SVHN in their formats, with random images."""
+    folder, rng = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
+    ten, hundred, svhn = (folder / name for name in ("cifar-10-batches-bin", "cifar-100-binary", "svhn"))
+    for each in (ten, hundred, svhn):
+        each.mkdir()
+    rows, labels = rng.integers(0, 256, (60, 3072), dtype=np.uint8), (np.arange(60) % 10).astype(np.uint8)[:, None]
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        np.concatenate([labels, rows], 1).tofile(ten / f"{name}.bin")
+    np.concatenate([labels, labels, rows], 1).tofile(hundred / "test.bin")
+    np.savez(svhn / "test_32x32.npz", images=rows.reshape(60, 32, 32, 3), labels=labels[:, 0])
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_seconds(name, cifar, tmp_path):
+    start = time.process_time()
+    task = load_task("cifar10", size="smoke", methods=[name])
+    _, (evaluation,) = jobs.run_all(task, methods=[name], seeds=[0], out=tmp_path / "runs", source=cifar)
+    assert time.process_time() - start < 25  # 1 to 4 s of a processor, hmc 10; a busy machine takes longer
+    assert {"accuracy", "corrupt/nll", "ood/svhn/auroc", "ood/cifar100/auroc"} <= evaluation.metrics.keys()

@@ -71,7 +71,7 @@ def test_scenes_to_look_at_are_those_with_most_unknown_pixels_of_each_part_of_th
     assert rows_to_show(foreign[:2]).tolist() == [0, 1]
 
 
-FEW = ["map", "tradi"]  # every posterior trains an ENet in tests/nets/test_enet.py
+FEW = ["map", "tradi"]  # every posterior trains an ENet in tests/nets/test_nets.py
 
 
 @pytest.mark.parametrize(
@@ -122,31 +122,28 @@ def test_a_segmentation_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("run", often([False], [True]), ids=["read", "run"])
-@pytest.mark.parametrize(
-    ("task", "places", "labels"),
-    [
-        (
-            "streethazards",
-            {
-                split: (f"{archive}/images/{part}/t1/{{:02d}}.png", f"{archive}/annotations/{part}/t1/{{:02d}}.png")
-                for split, (archive, part) in {
-                    "train": ("train", "training"),
-                    "val": ("train", "validation"),
-                    "test": ("test", "test"),
-                }.items()
-            },
-            [*range(14), 14],
-        ),
-        (
-            "bdd-anomaly",
-            {
-                split: (f"seg/images/{part}/{split}{{:02d}}.jpg", f"seg/labels/{part}/{split}{{:02d}}_train_id.png")
-                for split, part in {"train": "train", "val": "val", "test": "train"}.items()
-            },
-            [0, 1, 2, 3, 10, 255, 18],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("task", "places", "labels"), [
+    (
+        "streethazards",
+        {
+            split: (f"{archive}/images/{part}/t1/{{:02d}}.png", f"{archive}/annotations/{part}/t1/{{:02d}}.png")
+            for split, (archive, part) in {
+                "train": ("train", "training"),
+                "val": ("train", "validation"),
+                "test": ("test", "test"),
+            }.items()
+        },
+        [*range(14), 14],
+    ),
+    (
+        "bdd-anomaly",
+        {
+            split: (f"seg/images/{part}/{split}{{:02d}}.jpg", f"seg/labels/{part}/{split}{{:02d}}_train_id.png")
+            for split, part in {"train": "train", "val": "val", "test": "train"}.items()
+        },
+        [0, 1, 2, 3, 10, 255, 18],
+    ),
+])  # fmt: skip
 def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels, run):
     for split, place in places.items():  # what is unknown is in test scenes alone
         write_scenes(tmp_path, {split: place}, labels if split == "test" else [*labels[:-1], labels[1]])

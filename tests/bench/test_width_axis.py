@@ -34,6 +34,7 @@ from dissensus.core.errors import Diverged
 from dissensus.storage.atomic_files import read_json
 from dissensus.core.divergence import Diverged
 from dissensus.storage.run_files import read_json
+from refusals import refuses
 
 
 def task(*overrides: str):
@@ -106,35 +107,25 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
     assert {cell.config.network["width"] for cell in found} == {1, 2, 4, 8, 16}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("widths.of=depth", r"expected network.depth, which widths.of names, as a whole number, got None"),
-        ("widths.factors=[0.3, 1]", r"expected network.hidden, .* times 0.3 as a whole number, got 2.4"),
-        ("widths.factors=[-1, 1]", r"expected widths.factors above 0, got -1"),
-        ("widths.members=[0]", r"expected widths.members of at least 1, got 0"),
-        ("widths.factors=[]", r"expected widths.factors in the task, got none"),
-        ("widths.p_factor=7", r"expected widths.p_factor of 0.5, 1.0, got 7.0"),
-        ("methods=map", r"expected a method of a task with \[widths\] of deep_ensemble, batch_ensemble, got 'map'"),
-        (
-            "method.batch_ensemble.regime=auto",
-            r"expected method.batch_ensemble.regime of independent, collective, got 'auto'",
-        ),
-        (
-            "widths.p_rates={collective = [0.1]}",
-            r"expected the number of rates in widths.p_rates.collective of 2, got 1",
-        ),
-        (
-            "widths.p_rates={both = [0.1]}",
-            r"expected a regime of widths.p_rates of independent, collective, got 'both'",
-        ),
-        ("widths.rate=shared", r"expected 'fixed' or 'sharing' for .*widths.rate, got 'shared'"),
-        ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("widths.of=depth", r"expected network.depth, which widths.of names, as a whole number, got None"),
+    ("widths.factors=[0.3, 1]", r"expected network.hidden, .* times 0.3 as a whole number, got 2.4"),
+    ("widths.factors=[-1, 1]", r"expected widths.factors above 0, got -1"),
+    ("widths.members=[0]", r"expected widths.members of at least 1, got 0"),
+    ("widths.factors=[]", r"expected widths.factors in the task, got none"),
+    ("widths.p_factor=7", r"expected widths.p_factor of 0.5, 1.0, got 7.0"),
+    ("methods=map", r"expected a method of a task with \[widths\] of deep_ensemble, batch_ensemble, got 'map'"),
+    (
+        "method.batch_ensemble.regime=auto",
+        r"expected method.batch_ensemble.regime of independent, collective, got 'auto'",
+    ),
+    ("widths.p_rates={collective = [0.1]}", r"expected the number of rates in widths.p_rates.collective of 2, got 1"),
+    ("widths.p_rates={both = [0.1]}", r"expected a regime of widths.p_rates of independent, collective, got 'both'"),
+    ("widths.rate=shared", r"expected 'fixed' or 'sharing' for .*widths.rate, got 'shared'"),
+    ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
+])  # fmt: skip
 def test_a_grid_that_cannot_be_is_one_line(override, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        width_cells(task(override), [0])
+    refuses(lambda: width_cells(task(override), [0]), message, (ValueError, TypeError))
 
 
 def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
@@ -142,8 +133,7 @@ def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
     (tmp_path / "mine.toml").write_text(text.replace("lr = 0.3, ", ""))
     mine = load_task(str(tmp_path / "mine.toml"), size="smoke")
     message = r'expected training.lr, which widths.rate = "sharing" lowers, as a number, got None'
-    with pytest.raises(TypeError, match=message):
-        width_cells(mine, [0])
+    refuses(lambda: width_cells(mine, [0]), message, TypeError)
 
 
 def test_a_bench_over_widths_writes_rows_claims_figures_and_a_page(benched):
@@ -226,19 +216,14 @@ def test_processes_side_by_side_give_the_numbers_of_one_after_another(tmp_path):
     _, together = run_all(moons, out=tmp_path / "two", jobs=2, tell=told.append, **chosen)
     assert [each.metrics["nll"] for each in together] == [each.metrics["nll"] for each in alone]
     assert sum("trained already" in text for text in told) == 2
-    with pytest.raises(ValueError, match="expected --jobs of at least 1, got 0"):
-        bench(moons, out=tmp_path / "three", jobs=0)
+    refuses(lambda: bench(moons, out=tmp_path / "three", jobs=0), "expected --jobs of at least 1, got 0")
 
 
 def row(method: str, members: int, seed: int, accuracy: float, **others) -> WidthRow:
     """A row made by hand; embedded ensembles are at γ = M."""
     facts = {
-        "factor": 1.0,
-        "units": 8,
-        "p": None,
-        "gamma": "M" if method == "batch_ensemble" else "",
-        "parameters": 100,
-    }
+        "factor": 1.0, "units": 8, "p": None, "gamma": "M" if method == "batch_ensemble" else "", "parameters": 100,
+    }  # fmt: skip
     alone = {"member_accuracy": accuracy - 0.1, "train_member_accuracy": accuracy, "diverged": None}
     return {"method": method, "members": members, "seed": seed, "accuracy": accuracy, **facts, **alone, **others}
 
@@ -380,12 +365,8 @@ def test_the_published_size_trains_on_files_in_the_form_of_cifar(undrawn, tmp_pa
         images[:, 0] = torch.arange(10)
         (folder / f"{name}.bin").write_bytes(images.numpy().tobytes())
     overrides = [
-        "widths.factors=[0.25]",
-        "widths.members=[2]",
-        "widths.p=[]",
-        "widths.p_members=2",
-        "training.epochs=1",
-    ]
+        "widths.factors=[0.25]", "widths.members=[2]", "widths.p=[]", "widths.p_members=2", "training.epochs=1",
+    ]  # fmt: skip
     paper = load_task("embedded-width", size="paper", overrides=[*overrides, "training.batch_size=25"])
     bench_grid(paper, out=tmp_path / "out", source=str(tmp_path))
     found = {row["method"]: row for row in table_rows(tmp_path / "out" / "results.csv", TEXTS)}

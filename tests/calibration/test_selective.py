@@ -1,4 +1,4 @@
-"""Gates: the risk of accepted inputs, false alarms, files, bad input, and what is said where nothing can be promised."""
+"""Gates and the promises behind them: risks of accepted inputs, exact p-values, order statistics, files and bad input."""
 
 import math
 
@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.calibration.quantiles import least_rows, sort_with_mass, weighted_quantile
+from dissensus.calibration.risk_tests import binomial_bound, binomial_tail, errorless_rows, least_risk, safe_threshold
 from refusals import refuses
 from thinning import often
 
@@ -166,3 +168,209 @@ def test_bad_input_is_refused():
         with pytest.raises(ValueError, match=name):
             ds.selective(posterior, [(x, y)], **{name: 1.0})
     refuses(lambda: ds.ood_gate(posterior, [(x, y)], false_alarm=0), "false_alarm")
+
+
+# ---------------------------------------------------------------------------------------------- thresholds with a risk
+def test_the_fewest_rows_without_an_error():
+    assert [errorless_rows(*each) for each in ((0.01, 0.05), (0.05, 0.05), (0.1, 0.1), (0.5, 0.5), (0.5, 0.25))] == [
+        299,
+        59,
+        22,
+        1,
+        2,
+    ]
+
+
+def tail(errors, rows, risk):
+    """P(Bin(rows, risk) ≤ errors), term by term."""
+    return sum(math.comb(rows, i) * risk**i * (1 - risk) ** (rows - i) for i in range(errors + 1))
+
+
+def test_p_values_are_the_sums_they_stand_for_and_bounds_their_inverse():
+    rows, errors = torch.tensor([299, 299, 500, 900, 0]), torch.tensor([0, 1, 3, 12, 0])
+    expected = torch.tensor([tail(*each, 0.01) for each in zip(errors.tolist(), rows.tolist(), strict=True)])
+    torch.testing.assert_close(binomial_tail(errors, rows, 0.01).float(), expected, rtol=1e-6, atol=0)
+    for k, n in ((0, 299), (3, 50), (49, 50)):
+        assert tail(k, n, binomial_bound(k, n, 0.05)) == pytest.approx(0.05, rel=1e-9)
+    assert binomial_bound(50, 50, 0.05) == 1.0
+
+
+def by_hand(score, error, risk, delta):
+    """The fallback procedure, one threshold after the other."""
+    pairs = sorted(zip(score.tolist(), error.tolist(), strict=True))
+    count = max(
+        j for j in range(1, 12) if j == 1 or math.log(delta / j) / math.log(1 - risk) * 2 ** (j - 1) <= len(pairs)
+    )
+    least = math.ceil(math.log(delta / count) / math.log(1 - risk))
+    starts = [least * 2**i for i in range(count)]
+    best, level, before = (-math.inf, 0, 0), 0.0, 0
+    for j in range(1, len(pairs) + 1):
+        limit = pairs[j][0] if j < len(pairs) else math.inf
+        below = [e for s, e in pairs if s < limit]
+        if len(below) == before:
+            continue
+        level += delta / count * sum(before < start <= len(below) for start in starts)
+        if tail(sum(below), len(below), risk) <= level:
+            best = (limit, len(below), sum(below))
+        else:
+            level = 0.0
+        before = len(below)
+    return best
+
+
+@pytest.mark.parametrize("values", [10_000, 25])
+def test_the_sequences_are_those_of_the_definition_with_and_without_ties(values):
+    for _ in range(4):
+        score = torch.randint(values, (150,)).double() / values
+        error = torch.rand(150) < 0.5 * score
+        for risk in (0.05, 0.15, 0.3):
+            assert tuple(safe_threshold(score, error, risk, 0.1)) == by_hand(score, error, risk, 0.1)
+
+
+def broken(error_rate, risk_below, risk, *, runs, rows, ordered, delta=0.05):
+    """The share of calibrations whose threshold has a larger risk than promised; and the mean share accepted."""
+    count, accepted = 0, 0.0
+    for _ in range(runs):
+        score = torch.rand(rows, dtype=torch.float64)
+        error = torch.rand(rows, dtype=torch.float64) < error_rate(score)
+        found = safe_threshold(score, error, risk, delta, ordered=ordered)
+        reach = min(max(found.threshold, 0.0), 1.0)
+        count += reach > 0 and risk_below(reach) > risk
+        accepted += reach / runs
+    return count / runs, accepted
+
+
+# P(error | score) of scores U(0, 1), and its mean below a threshold
+STEEP = (lambda s: 0.5 * s**3, lambda t: 0.5 * t**3 / 4)
+FLAT = (lambda s: 0.0501, lambda t: 0.0501)  # every threshold has too large a risk, by little
+BOWL = (  # the surest are wrong more often
+    lambda s: torch.where(s < 0.02, 0.3, 0.5 * s**3),
+    lambda t: (0.3 * min(t, 0.02) + 0.5 * (t**4 - min(t, 0.02) ** 4) / 4) / t,
+)
+LOW = (lambda s: 0.1 * s**3, lambda t: 0.1 * t**3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("law", "risk", "ordered", "least"),  # least: share accepted, of 0.73 at most (0.62 of BOWL)
+    [
+        (STEEP, 0.05, True, 0.45),
+        pytest.param(FLAT, 0.05, True, 0.0, marks=pytest.mark.slow),
+        pytest.param(STEEP, 0.05, False, 0.3, marks=pytest.mark.slow),
+        pytest.param(FLAT, 0.05, False, 0.0, marks=pytest.mark.slow),
+        pytest.param(BOWL, 0.05, True, 0.1, marks=pytest.mark.slow),
+        pytest.param(BOWL, 0.05, False, 0.05, marks=pytest.mark.slow),
+        pytest.param(LOW, 0.01, True, 0.45, marks=pytest.mark.slow),
+        pytest.param(LOW, 0.01, False, 0.3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_promise_is_broken_no_more_often_than_confidence_allows(law, risk, ordered, least):
+    """In 1,000 calibrations at most 5 % and two standard errors, 6.4 %."""
+    share, accepted = broken(*law, risk, runs=1000, rows=400 if risk == 0.05 else 2000, ordered=ordered)
+    assert share <= 0.064
+    assert accepted >= least
+
+
+def test_an_uncorrected_search_breaks_it():
+    """What the sequence is for: the loosest threshold whose own test passes, of all that there are."""
+    count = 0
+    for _ in range(300):
+        score = torch.rand(400, dtype=torch.float64)
+        error = torch.rand(400, dtype=torch.float64) < 0.055
+        wrong = error[score.argsort()].long().cumsum(0)
+        count += bool((binomial_tail(wrong, torch.arange(1, 401), 0.05) <= 0.05).any())
+    assert count / 300 > 0.08  # the risk is 0.055 everywhere
+
+
+def test_where_nothing_can_be_promised_nothing_is_accepted():
+    score, error = torch.rand(400), torch.zeros(400, dtype=torch.bool)
+    assert safe_threshold(score, error, 0.01, 0.05).threshold == math.inf  # 400 without an error
+    assert safe_threshold(score[:298], error[:298], 0.01, 0.05).accepted == 0
+    error[score.argsort()[0]] = True  # one error among the surest: 473 rows would pass
+    assert safe_threshold(score, error, 0.01, 0.05).threshold == -math.inf
+    assert 0.01 < least_risk(score, error, 0.05) < 0.02
+    assert least_risk(score, torch.ones(400, dtype=torch.bool), 0.05) is None
+
+
+def test_equal_scores_are_accepted_together_or_not_at_all():
+    score = torch.cat([torch.zeros(500), torch.ones(100)])
+    error = torch.cat([torch.zeros(500), torch.ones(100)]).bool()
+    assert safe_threshold(score, error, 0.01, 0.05) == (1.0, 500, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- order statistics
+def thresholds(scores, level, weight=None, new=None):
+    """(B, P) of scores (n, P)."""
+    weight = torch.ones(len(scores), dtype=torch.float64) if weight is None else weight
+    new = torch.ones(1, dtype=torch.float64) if new is None else new
+    return weighted_quantile(*sort_with_mass(scores, weight), level, new)
+
+
+def beta_binomial_error(n, level, tests, splits):
+    """Standard error of the mean coverage over splits, of one whose tests are a beta-binomial."""
+    k = math.ceil((n + 1) * level - 1e-9)
+    mean = k / (n + 1)
+    of_threshold = mean * (1 - mean) / (n + 2)  # of Beta(k, n + 1 − k)
+    return mean, math.sqrt((of_threshold + (mean * (1 - mean) - of_threshold) / tests) / splits)
+
+
+@pytest.mark.parametrize("level", [0.9, 0.55, 0.7, 0.95, 0.99])
+def test_the_threshold_is_the_order_statistic_that_exact_arithmetic_gives(level):
+    from fractions import Fraction
+
+    for n in (*range(1, 60), 99, 199, 999):
+        rank = math.ceil((n + 1) * Fraction(str(level)))
+        found = float(thresholds(torch.arange(1.0, n + 1, dtype=torch.float64)[:, None], level))
+        assert found == (rank if rank <= n else math.inf)
+        assert (n >= least_rows(level)) == (rank <= n)
+
+
+def test_nine_rows_are_the_least_at_nine_tenths():
+    assert [least_rows(level) for level in (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)] == [1, 4, 9, 19, 99, 999]
+
+
+@pytest.mark.parametrize("n", [100, 1000])
+def test_mean_coverage_of_splits_is_that_of_the_beta_binomial(n):
+    scores, new = torch.randn(n, 200, dtype=torch.float64), torch.randn(1000, 200, dtype=torch.float64)
+    coverage = (new <= thresholds(scores, 0.9)).double().mean(0)  # (200,)
+    mean, error = beta_binomial_error(n, 0.9, 1000, 200)
+    assert error * 3 == pytest.approx({100: 0.007, 1000: 0.003}[n], abs=5e-4)
+    assert abs(float(coverage.mean()) - mean) < 3 * error
+    assert float(coverage.std()) == pytest.approx(error * math.sqrt(200), rel=0.2)
+
+
+def test_scores_that_tie_cover_no_less():
+    scores, new = torch.randint(4, (100, 200)).double(), torch.randint(4, (1000, 200)).double()
+    mean, error = beta_binomial_error(100, 0.7, 1000, 200)
+    coverage = float((new <= thresholds(scores, 0.7)).double().mean())
+    assert mean + 3 * error < coverage  # three of four values: at least 0.75
+
+
+def test_weights_are_those_of_tibshirani_row_by_row():
+    """By the definition: the level-quantile of Σ p_i δ(s_i) + p δ(∞)."""
+    scores, weight = torch.randn(30, 1, dtype=torch.float64), torch.rand(30, dtype=torch.float64)
+    new = torch.tensor([0.0, 0.1, 1.0, 3.0, 1e9, math.inf], dtype=torch.float64)
+    found = thresholds(scores, 0.8, weight, new)[:, 0]
+    for w, q in zip(new.tolist(), found.tolist(), strict=True):
+        share = weight / (weight.sum() + w)
+        fits = [s for s in scores[:, 0].tolist() if float(share[scores[:, 0] <= s].sum()) >= 0.8]
+        assert q == (min(fits) if fits else math.inf)
+    assert found[-2:].tolist() == [math.inf, math.inf]
+
+
+def test_a_known_shift_is_covered_with_weights_and_not_without():
+    """Calibration x ~ U(0, 1), new x of density 2x, errors that grow with x: y − f(x) ~ N(0, x²)."""
+    n, splits, tests = 300, 200, 500
+    x, moved = torch.rand(n, splits, dtype=torch.float64), torch.rand(tests, splits, dtype=torch.float64).sqrt()
+    scores, new = (x * torch.randn_like(x)).abs(), (moved * torch.randn_like(moved)).abs()
+    plain = (new <= thresholds(scores, 0.9)).double().mean()
+    covered = [
+        (new[:, j] <= thresholds(scores[:, j : j + 1], 0.9, 2 * x[:, j], 2 * moved[:, j])[:, 0]).double().mean()
+        for j in range(splits)
+    ]
+    error = 3 * float(torch.stack(covered).std()) / math.sqrt(splits)
+    assert 0.9 - error < float(torch.stack(covered).mean()) < 0.9 + error + 2 / n
+    assert float(plain) < 0.85
+
+
+def test_no_rows_at_all_give_no_finite_threshold():
+    assert thresholds(torch.empty(0, 2, dtype=torch.float64), 0.9).tolist() == [[math.inf, math.inf]]

@@ -1,17 +1,22 @@
-"""The public function: shapes, seeds, greyscale, other sizes, severities and what it says about bad input."""
+"""Corruptions: shapes, seeds, severities and bad input; the published files of corrupted images; implicit corruptions."""
 
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, EXTRA, corrupt, scaled_constants
+import dissensus as ds
+import tiny
+from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, EXTRA, corrupt, read_cifar_c, scaled_constants
 from refusals import refuses
-from thinning import thinned
+from thinning import often, thinned
 
 SEVERITIES = [1, 2, 3, 4, 5]
 RANDOM = (
@@ -22,12 +27,8 @@ RANDOM = (
 # frost hides less and dims more, glass blurs what it displaced, mud follows water, colour comes back. Elastic transform
 # moves less and less from severity to severity, and bends more and more sharply.
 GROWING = {
-    "motion_blur": (1, 2, 3, 5),
-    "frost": (1, 2, 3),
-    "glass_blur": (3, 4),
-    "spatter": (1, 2, 3),
-    "saturate": (3, 4, 5),
-}
+    "motion_blur": (1, 2, 3, 5), "frost": (1, 2, 3), "glass_blur": (3, 4), "spatter": (1, 2, 3), "saturate": (3, 4, 5),
+}  # fmt: skip
 
 
 def pictures(count: int = 4, channels: int = 3, height: int = 32, width: int = 32) -> torch.Tensor:
@@ -236,3 +237,169 @@ def test_the_gpu_gives_the_levels_of_the_cpu(name: str) -> None:
         difference = (here.int() - there.cpu().int()).abs()
         assert (difference > 1).float().mean() < 1e-3
         assert (difference > 0).float().mean() < 0.02
+
+
+# ------------------------------------------------------------------------------------------------- the published files
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder like the published one, its 150 MB of pixels a sparse file: pixel (0, 0) of row i holds i in base 256."""
+    images = np.lib.format.open_memmap(tmp_path / "fog.npy", mode="w+", dtype=np.uint8, shape=(50_000, 32, 32, 3))
+    for i in (0, 9_999, 10_000, 29_999, 49_999):
+        images[i, 0, 0] = (i >> 16, i >> 8 & 255, i & 255)
+        images[i, 31, 2, 1] = 7
+    images.flush()
+    np.save(tmp_path / "labels.npy", np.tile(np.arange(10_000) % 10, 5).astype(np.uint8))
+    return tmp_path
+
+
+def test_a_severity_is_ten_thousand_rows_with_channels_first(folder: Path) -> None:
+    for severity, first, last in ((1, 0, 9_999), (2, 10_000, None), (3, None, 29_999), (5, None, 49_999)):
+        images, labels = read_cifar_c(folder, "fog", severity)
+        assert images.shape == (10_000, 3, 32, 32)
+        assert images.dtype == torch.uint8
+        assert labels.dtype == torch.int64
+        assert labels.tolist() == [i % 10 for i in range(10_000)]
+        for row, number in ((0, first), (9_999, last)):
+            if number is not None:
+                assert images[row, :, 0, 0].tolist() == [number >> 16, number >> 8 & 255, number & 255]
+                assert images[row, 1, 31, 2] == 7
+
+
+def test_without_severity_all_fifty_thousand_come(folder: Path) -> None:
+    images, labels = read_cifar_c(str(folder), "fog")
+    assert images.shape == (50_000, 3, 32, 32)
+    assert labels.shape == (50_000,)
+    assert images[29_999, :, 0, 0].tolist() == [0, 29_999 >> 8, 29_999 & 255]
+
+
+def test_the_documentations_example_runs(folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "corruptions.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {"folder": folder}
+    exec(re.findall(r"```\n(from dissensus.data.corruptions.*?)```", page, flags=re.DOTALL)[0], names)
+    assert names["images"].shape == (10_000, 3, 32, 32)  # type: ignore[attr-defined]
+
+
+def test_writing_into_the_images_leaves_the_file_alone(folder: Path) -> None:
+    images, _ = read_cifar_c(folder, "fog", 1)
+    images[0] = 200
+    again, _ = read_cifar_c(folder, "fog", 1)
+    assert again[0, 2, 5, 5] == 0
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    refuses(lambda: read_cifar_c(folder, "snow", 1), r"snow\.npy, got nothing there", FileNotFoundError)
+    (folder / "labels.npy").unlink()
+    refuses(lambda: read_cifar_c(folder, "fog", 1), r"labels\.npy", FileNotFoundError)
+
+
+def test_a_wrong_shape_or_type_is_named(folder: Path) -> None:
+    np.save(folder / "snow.npy", np.zeros((10, 32, 32, 3), np.uint8))
+    with pytest.raises(
+        ValueError, match=r"expected uint8 of shape \(50000, 32, 32, 3\) in .*snow\.npy, got uint8 of shape"
+    ):
+        read_cifar_c(folder, "snow")
+    np.save(folder / "labels.npy", np.zeros(50_000))
+    refuses(lambda: read_cifar_c(folder, "fog"), r"labels\.npy, got float64")
+
+
+def test_pickles_and_damaged_files_are_refused(folder: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (folder / "sprung",)  # type: ignore[return-value]
+
+    (folder / "frost.npy").write_bytes(pickle.dumps(Trap()))
+    np.save(folder / "snow.npy", np.array([Trap()], dtype=object), allow_pickle=True)
+    with (folder / "fog.npy").open("rb") as whole:
+        (folder / "contrast.npy").write_bytes(whole.read(1000))
+    (folder / "pixelate.npy").write_bytes(b"")
+    for name in ("frost", "snow", "contrast", "pixelate"):
+        with pytest.raises(ValueError, match=rf"expected a NumPy array file at .*{name}\.npy"):
+            read_cifar_c(folder, name)
+    assert not (folder / "sprung").exists()
+
+
+def test_name_and_severity_are_checked(folder: Path) -> None:
+    refuses(lambda: read_cifar_c(folder, "Fog"), r"expected name of .*fog.*, got 'Fog'")
+    refuses(lambda: read_cifar_c(folder, "fog", 6), "expected severity")
+
+
+# --------------------------------- implicit corruptions: the minimum where it is known, and a descent that never rises
+def linear(**keywords):
+    torch.manual_seed(0)
+    return ds.NodeBNN(nn.Linear(6, 4).double(), data_size=10, mode="both", samples=12, prior_std=0.5, **keywords)
+
+
+def test_of_linear_functions_it_is_the_ridge_regression():
+    """With f_m(x) = A_m x + b_m: x_s = (ĀᵀĀ + λ)⁻¹ (Āᵀ (f_s(x) − b̄) + λ x)."""
+    posterior, x = linear(), torch.randn(5, 6, dtype=torch.float64)
+    drawn = posterior.draw()
+    found = ds.attacks.implicit_corruptions(posterior, x, penalty=0.2, functions=3, steps=200, draw=drawn)
+    weights, biases = (
+        torch.stack([getattr(drawn.member(i), key).detach() for i in range(12)]) for key in ("weight", "bias")
+    )
+    mean, bias = weights.mean(0), biases.mean(0)
+    assert found.functions.tolist() == [0, 4, 8]  # one of each of three of the four components
+    for s, i in enumerate(found.functions.tolist()):
+        aim = x @ weights[i].T + biases[i]
+        right = mean.T @ (aim - bias).T + 0.2 * x.T
+        expected = torch.linalg.solve(mean.T @ mean + 0.2 * torch.eye(6, dtype=torch.float64), right).T
+        torch.testing.assert_close(found.inputs[s], expected, rtol=0, atol=1e-6)
+        apart = (aim - expected @ mean.T - bias).square().sum(1)
+        share = 1 - apart / (aim - x @ mean.T - bias).square().sum(1)
+        torch.testing.assert_close(found.explained[s], share, rtol=0, atol=1e-6)
+
+
+def conv():
+    return ds.nets.LeNet(3, size=16)
+
+
+MADE = [
+    lambda: ds.NodeBNN(conv(), data_size=10, samples=4, prior_std=0.5),
+    lambda: ds.DeepEnsemble([conv() for _ in range(2)]),
+    lambda: ds.MCDropout(conv(), rate=0.3, samples=3),
+]
+
+
+@pytest.mark.parametrize("make", often(MADE[1:2], MADE[::2]))
+def test_the_objective_falls_and_nothing_else_moves(make):
+    torch.manual_seed(0)
+    posterior, x = make(), torch.randn(3, 1, 16, 16)
+    before, drawn = tiny.state(posterior), posterior.draw()
+
+    def objective(found):
+        aims = drawn(x)[found.functions]
+        said = torch.stack([drawn(each).mean(0) for each in found.inputs])
+        apart, moved = (t.flatten(2).square().sum(2) for t in (aims - said, found.inputs - x))
+        return (apart + 1e-3 * moved).detach() / 2
+
+    last = None
+    for steps in (0, 3, 30):
+        found = ds.attacks.implicit_corruptions(posterior, x, penalty=1e-3, steps=steps, draw=drawn)
+        now = objective(found)
+        assert last is None or bool((now < last).all())
+        last = now
+    assert found.inputs.shape == (drawn.members, *x.shape)
+    assert bool((found.explained > 0.1).all())
+    alone = ds.attacks.implicit_corruptions(posterior, x[1:2], penalty=1e-3, steps=30, draw=drawn, at_once=1)
+    torch.testing.assert_close(alone.inputs[:, 0], found.inputs[:, 1], rtol=1e-3, atol=1e-4)  # every input by itself
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny.state(posterior).items())
+    assert all(parameter.grad is None for parameter in posterior.parameters())
+
+
+def test_a_single_function_is_its_own_mean():
+    posterior, x = ds.MAP(conv()), torch.randn(2, 1, 16, 16)
+    found = ds.attacks.implicit_corruptions(posterior, x, steps=5)
+    assert torch.equal(found.inputs[0], x)
+    assert torch.equal(found.explained, torch.ones(1, 2))
+
+
+def test_wrong_arguments_are_refused():
+    posterior, x = linear(), torch.randn(2, 6, dtype=torch.float64)
+    for inputs, settings, message in (
+        (x.long(), {}, r"expected one floating-point tensor of inputs, got torch\.int64"),
+        (x, {"penalty": 0}, "expected penalty above 0, got 0"),
+        (x, {"functions": 0}, "expected functions of at least 1, got 0"),
+        (x, {"draw": "new"}, "expected draw of fixed, fresh, got 'new'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ds.attacks.implicit_corruptions(posterior, inputs, **settings)

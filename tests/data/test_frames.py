@@ -109,19 +109,14 @@ def test_arrays_have_columns_by_position():
     assert torch.equal(encoder(pd.DataFrame(x.numpy(), columns=["a", "b"])), encoder(x))
 
 
-@pytest.mark.parametrize(
-    ("table", "error"),
-    [
-        (np.zeros(3), r"shape \(N, D\), got ndarray of shape \(3,\); pass one row"),
-        ({}, "got 0 columns"),
-        (np.zeros((0, 2)), "pass the training rows"),
-        ({"a": [1, 2], "b": [1]}, "columns of one length"),
-        ({"a": [1.0, np.inf]}, "column 'a', got infinity in row 1"),
-        ({"a": np.array([1j, 2])}, "real numbers in column 'a'"),
-        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "every column name once"),
-        (pd.Series([1.0, 2.0]), r"got Series of shape \(2,\).*to_frame"),
-    ],
-)
+@pytest.mark.parametrize(("table", "error"), [
+    (np.zeros(3), r"shape \(N, D\), got ndarray of shape \(3,\); pass one row"), ({}, "got 0 columns"),
+    (np.zeros((0, 2)), "pass the training rows"), ({"a": [1, 2], "b": [1]}, "columns of one length"),
+    ({"a": [1.0, np.inf]}, "column 'a', got infinity in row 1"),
+    ({"a": np.array([1j, 2])}, "real numbers in column 'a'"),
+    (pd.DataFrame([[1, 2]], columns=["a", "a"]), "every column name once"),
+    (pd.Series([1.0, 2.0]), r"got Series of shape \(2,\).*to_frame"),
+])  # fmt: skip
 def test_tables_that_are_none_are_refused_in_words(table, error):
     refuses(lambda: TableEncoder.of(table), error)
 

@@ -1,4 +1,4 @@
-"""Every wrong input meets one clear error, whichever metric it is given to."""
+"""Every wrong input meets one clear error, whichever metric it is given to; the package's names."""
 
 import pytest
 import torch
@@ -11,21 +11,18 @@ P = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.5, 0.5]], dtype=torch.float64)
 Y = torch.tensor([0, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("y", "error", "text"),
-    [
-        (torch.tensor([0, 1]), ValueError, r"expected y of shape \(3,\), got \(2,\)"),
-        (torch.eye(2).long()[Y], ValueError, r"got \(3, 2\); pass class indices, not one-hot rows"),
-        (torch.tensor([0, 2, 1]), ValueError, "expected class indices from 0 to 1 in y, got 2 at row 1"),
-        (
-            torch.tensor([0, 1, -1]),
-            ValueError,
-            "expected class indices from 0 to 1 in y, got -1 at row 2; pass ignore_index",
-        ),
-        (torch.tensor([0.0, 1.0, 1.0]), TypeError, "expected integer class indices in y, got torch.float32"),
-        (torch.tensor([True, False, True]), TypeError, "got torch.bool"),
-    ],
-)
+@pytest.mark.parametrize(("y", "error", "text"), [
+    (torch.tensor([0, 1]), ValueError, r"expected y of shape \(3,\), got \(2,\)"),
+    (torch.eye(2).long()[Y], ValueError, r"got \(3, 2\); pass class indices, not one-hot rows"),
+    (torch.tensor([0, 2, 1]), ValueError, "expected class indices from 0 to 1 in y, got 2 at row 1"),
+    (
+        torch.tensor([0, 1, -1]),
+        ValueError,
+        "expected class indices from 0 to 1 in y, got -1 at row 2; pass ignore_index",
+    ),
+    (torch.tensor([0.0, 1.0, 1.0]), TypeError, "expected integer class indices in y, got torch.float32"),
+    (torch.tensor([True, False, True]), TypeError, "got torch.bool"),
+])  # fmt: skip
 @pytest.mark.parametrize("metric", [metrics.accuracy, metrics.brier, metrics.ece, metrics.miou, metrics.classwise_ece])
 def test_wrong_labels_are_named(metric, y, error, text):
     refuses(lambda: metric(P, y), text, error)
@@ -62,19 +59,10 @@ def test_nan_is_named_with_its_place():
         metrics.auroc(torch.zeros(3), torch.tensor([torch.nan]))
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        metrics.accuracy,
-        metrics.brier,
-        metrics.ece,
-        metrics.adaptive_ece,
-        metrics.classwise_ece,
-        metrics.debiased_ece,
-        metrics.brier_decomposition,
-        metrics.miou,
-    ],
-)
+@pytest.mark.parametrize("metric", [
+    metrics.accuracy, metrics.brier, metrics.ece, metrics.adaptive_ece, metrics.classwise_ece, metrics.debiased_ece,
+    metrics.brier_decomposition, metrics.miou,
+])  # fmt: skip
 def test_nothing_to_measure_is_an_error(metric):
     with pytest.raises(ValueError, match="at least one labelled example, got none"):
         metric(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
@@ -129,3 +117,14 @@ def test_inputs_are_left_as_they_were():
     assert not metrics.brier(p, y).requires_grad
     assert torch.equal(p.detach(), before)
     assert torch.equal(y, Y)
+
+
+# --------------------------------------------------------------------------------------------------------- the package
+def test_every_name_is_there_and_says_what_it_is():
+    for name in metrics.__all__:
+        assert getattr(metrics, name).__doc__, name
+    assert set(metrics.__all__) <= set(dir(metrics))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    refuses(lambda: metrics.Ece, "has no attribute 'Ece'", AttributeError)

@@ -1,4 +1,4 @@
-"""What members add: identities, brute force over pairs, and Monte Carlo with known correlation."""
+"""How members, predictives and chains differ: identities, brute force, closed forms, and Monte Carlo with known correlation."""
 
 import math
 
@@ -177,3 +177,107 @@ def test_untrained_regression_members_are_worth_m_as_well():
     assert constant == pytest.approx(4, abs=4 * 4 * math.sqrt(6 / 20000))
     with pytest.raises(ValueError, match="put the members on axis 0"):
         metrics.effective_members_regression(means.T, y)
+
+
+# --------------------------------------------------------------------------------------- agreement and total variation
+def test_agreement_and_total_variation_are_sums_by_hand():
+    p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.5, 0.4], [0.3, 0.3, 0.4]])
+    q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
+    assert float(metrics.agreement(p, q)) == pytest.approx(2 / 3)
+    torch.testing.assert_close(
+        metrics.total_variation_values(p, q), torch.tensor([0.2, 0.2, 0.0], dtype=torch.float64), rtol=0, atol=1e-7
+    )
+    assert float(metrics.total_variation(p, q)) == pytest.approx(0.4 / 3)
+    assert float(metrics.total_variation(p, p)) == 0
+    assert float(metrics.total_variation(torch.eye(3), torch.eye(3).roll(1, 0))) == 1
+
+
+def test_segmentations_count_every_pixel():
+    p = torch.randn(2, 3, 4, 5).softmax(1)
+    q = torch.randn(2, 3, 4, 5).softmax(1)
+    flat = [each.movedim(1, -1).reshape(-1, 3) for each in (p, q)]
+    assert float(metrics.total_variation(p, q)) == pytest.approx(float(metrics.total_variation(*flat)))
+    assert float(metrics.agreement(p, q)) == pytest.approx(float(metrics.agreement(*flat)))
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.5, 3.0, 40.0])
+def test_two_gaussians_have_the_total_variation_of_the_closed_form(apart):
+    """2 Φ(d / 2σ) − 1 of N(0, σ²) and N(d, σ²)."""
+    sigma = 0.7
+    means, variances = torch.zeros(1, 2, 1), torch.full((1, 2, 1), sigma**2)
+    expected = math.erf(apart / (2 * sigma) / math.sqrt(2))
+    found = metrics.mixture_total_variation(means, variances, means + apart, variances)
+    assert float(found) == pytest.approx(expected, abs=1e-4)
+
+
+def test_one_of_two_modes_is_half_the_distribution():
+    both = torch.tensor([-5.0, 5.0]).view(2, 1, 1), torch.ones(2, 1, 1)
+    one = torch.full((1, 1, 1), 5.0), torch.ones(1, 1, 1)
+    assert float(metrics.mixture_total_variation(*both, *one)) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_narrow_members_far_apart_are_not_stepped_over():
+    means = torch.tensor([-500.0, 500.0]).view(2, 1, 1)
+    narrow = torch.full((2, 1, 1), 0.01)
+    assert float(metrics.mixture_total_variation(means, narrow, means[1:], narrow[1:])) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match="same shape"):
+        metrics.agreement(torch.ones(2, 1), torch.ones(3, 1))
+    with pytest.raises(ValueError, match="same N inputs"):
+        metrics.mixture_total_variation(*[torch.ones(1, 2, 1)] * 2, *[torch.ones(1, 3, 1)] * 2)
+
+
+# --------------------------------------------------------------------------------------- R̂ and effective sample sizes
+def autoregressive(rho, chains=4, count=5000, seed=0):
+    """(chains, count) of x_t = ρ x_{t−1} + √(1 − ρ²) ξ_t, stationary."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, chains, generator=generator, dtype=torch.float64)
+    rows = [noise[0]]
+    for each in noise[1:]:
+        rows.append(rho * rows[-1] + (1 - rho**2) ** 0.5 * each)
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
+def test_the_effective_size_of_an_autoregression_is_its_closed_form(rho):
+    """n (1 − ρ) / (1 + ρ): estimated within 20 %, about three standard errors at ρ = 0.9."""
+    found = float(metrics.effective_sample_size(autoregressive(rho)))
+    assert found == pytest.approx(20000 * (1 - rho) / (1 + rho), rel=0.2)
+
+
+def test_alternating_draws_count_as_their_number_at_most():
+    assert float(metrics.effective_sample_size(autoregressive(-0.8))) == 20000
+
+
+def test_rhat_is_one_for_chains_that_mix_and_large_for_chains_in_two_modes():
+    good = autoregressive(0.5)
+    assert float(metrics.split_rhat(good)) < 1.005
+    modes = torch.tensor([-1.0, -1.0, 1.0, 1.0], dtype=torch.float64)[:, None]
+    # Means ±m and variance 1 within: √(1 + m² · 8/7), of 8 halves.
+    for apart in (0.5, 3.0):
+        expected = (1 + apart**2 * 8 / 7) ** 0.5
+        assert float(metrics.split_rhat(good + apart * modes)) == pytest.approx(expected, rel=0.02)
+    assert float(metrics.split_rhat(good + 0.5 * modes)) > 1.1
+    assert float(metrics.effective_sample_size(good + 3 * modes)) < 20
+
+
+def test_a_chain_that_drifts_is_seen_by_its_halves():
+    drift = autoregressive(0.0) + torch.linspace(0, 3, 5000, dtype=torch.float64)
+    assert float(metrics.split_rhat(drift)) > 1.1
+
+
+def test_draws_keep_their_other_axes_and_constants_count_as_converged():
+    draws = torch.stack([autoregressive(0.2), torch.ones(4, 5000)], dim=-1)
+    assert metrics.split_rhat(draws).shape == metrics.effective_sample_size(draws).shape == (2,)
+    assert float(metrics.split_rhat(draws)[1]) == 1
+    assert float(metrics.effective_sample_size(draws)[1]) == 20000
+    stuck = torch.arange(4.0)[:, None].expand(4, 10)
+    assert float(metrics.split_rhat(stuck)) == float("inf")
+    assert float(metrics.effective_sample_size(stuck)) < 10
+
+
+def test_too_few_draws_are_refused():
+    with pytest.raises(ValueError, match="S ≥ 4"):
+        metrics.split_rhat(torch.randn(4, 3))

@@ -1,11 +1,19 @@
-"""Ranking metrics against scikit-learn, brute force and by hand, ties included."""
+"""Rankings and what is read off them, against scikit-learn, brute force and by hand, ties and example weights included."""
+
+import itertools
+import math
 
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 import sklearn.metrics
 import torch
 
 from dissensus import metrics
+from dissensus.metrics.calibration import confidence_ece
+from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
+from refusals import refuses
 
 
 def scores(n_in=150, n_ood=70, seed=0, ties=False):
@@ -181,3 +189,215 @@ def test_per_image_metrics_say_what_is_wrong():
         metrics.per_image_ood(score, torch.zeros(2, 3, 3, dtype=torch.long))
     with pytest.raises(ValueError, match=r"expected void of shape \(2, 3, 3\), got \(3, 3\)"):
         metrics.per_image_ood(score, score > 0, void=score[0] > 0)
+
+
+# ------------------------------------------------------------------------------------------- counts at distinct scores
+def test_counts_stand_at_distinct_scores_from_high_to_low():
+    thresholds, counts = ranked_counts(torch.tensor([1.0, 2.0, 2.0, 0.0]), torch.tensor([2.0, 3.0, 3.0]))
+    assert thresholds.tolist() == [3.0, 2.0, 1.0, 0.0]
+    assert counts.in_counts.tolist() == [0, 2, 1, 1]
+    assert counts.ood_counts.tolist() == [2, 1, 0, 0]
+
+
+def test_swapping_equals_negating_the_scores_and_exchanging_the_classes():
+    generator = torch.Generator().manual_seed(0)
+    score_in, score_ood = torch.randn(30, generator=generator).round(), torch.randn(20, generator=generator).round()
+    swapped = ranked_counts(score_in, score_ood)[1].swap_classes()
+    torch.testing.assert_close(swapped, ranked_counts(-score_ood, -score_in)[1], rtol=0, atol=0)
+    torch.testing.assert_close(swapped.swap_classes(), ranked_counts(score_in, score_ood)[1], rtol=0, atol=0)
+
+
+def test_empty_bins_change_nothing():
+    full = RankedCounts(torch.tensor([1, 2, 3]), torch.tensor([4, 1, 1]))
+    gaps = RankedCounts(torch.tensor([0, 1, 0, 2, 3, 0]), torch.tensor([0, 4, 0, 1, 1, 0]))
+    assert gaps.auroc() == full.auroc()
+    assert gaps.aupr() == full.aupr()
+    assert gaps.aupr(0.3) == full.aupr(0.3)
+    assert gaps.fpr() == full.fpr()
+
+
+def test_an_unknown_rule_is_refused():
+    refuses(lambda: RankedCounts(torch.tensor([1]), torch.tensor([1])).fpr(0.95, "closest"), "expected rule")
+
+
+# -------------------------------------------------------------------------- OOD scores, also where a softmax saturates
+def members(m=4, n=30, classes=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(2 * torch.randn(m, n, classes, dtype=torch.float64, generator=generator), dim=2)
+
+
+def test_scores_equal_their_definitions():
+    log_p = members()[0]
+    torch.testing.assert_close(metrics.max_probability_score(log_p), -log_p.amax(1), rtol=0, atol=1e-14)
+    entropy = scipy.stats.entropy(log_p.exp().numpy(), axis=1)
+    torch.testing.assert_close(metrics.entropy_score(log_p), torch.from_numpy(entropy), rtol=0, atol=1e-14)
+    logits = 3 * log_p + 1
+    energy = -2 * scipy.special.logsumexp(logits.numpy() / 2, axis=1)
+    torch.testing.assert_close(
+        metrics.energy_score(logits, temperature=2.0), torch.from_numpy(energy), rtol=0, atol=1e-13
+    )
+
+
+def test_mutual_information_is_the_entropy_of_the_mixture_less_that_of_the_members():
+    log_p = members()
+    mixture = scipy.stats.entropy(log_p.exp().mean(0).numpy(), axis=1)
+    own = scipy.stats.entropy(log_p.exp().numpy(), axis=2).mean(0)
+    torch.testing.assert_close(
+        metrics.mutual_information_score(log_p), torch.from_numpy(mixture - own), rtol=0, atol=1e-14
+    )
+
+
+def test_mutual_information_of_equal_members_is_zero_and_of_opposed_ones_log_m():
+    same = members(m=1).expand(3, -1, -1)
+    assert metrics.mutual_information_score(same).abs().max() < 1e-15
+    opposed = torch.eye(3).log().unsqueeze(1)  # three members, each sure of its own class
+    assert metrics.mutual_information_score(opposed).item() == pytest.approx(math.log(3), abs=1e-14)
+
+
+def test_float32_log_probabilities_of_a_saturated_softmax_do_not_tie():
+    margin = torch.arange(5.0, 80.0)  # from 1 − 0.007 to 1 − 1e-34: all but the first dozen round to 1 in float32
+    log_p = torch.log_softmax(torch.stack([margin, torch.zeros_like(margin)], 1), dim=1)
+    assert (log_p.exp().amax(1) == 1).sum() > 50
+    exact = torch.log1p(torch.exp(-margin.double()))
+    score = metrics.max_probability_score(log_p)
+    assert len(score.unique()) == len(margin)
+    torch.testing.assert_close(score, exact, rtol=1e-5, atol=0)
+    p = torch.exp(-margin.double()) / (1 + torch.exp(-margin.double()))
+    exact_entropy = p * (margin.double() + exact) + (1 - p) * exact
+    torch.testing.assert_close(metrics.entropy_score(log_p), exact_entropy, rtol=1e-5, atol=0)
+
+
+def test_certain_predictions_have_score_zero():
+    log_p = torch.tensor([[0.0, -torch.inf, -torch.inf]])
+    assert metrics.max_probability_score(log_p).item() == 0
+    assert metrics.entropy_score(log_p).item() == 0
+    assert metrics.mutual_information_score(log_p.expand(2, 1, 3)).item() == 0
+
+
+def test_pixels_keep_their_places():
+    log_p = members(m=3, n=2 * 4 * 6).reshape(3, 2, 4, 6, 5)
+    pixels = log_p.movedim(-1, 2)  # (M, N, C, H, W)
+    for score in (metrics.max_probability_score, metrics.entropy_score, metrics.energy_score):
+        maps = score(pixels[0])
+        assert maps.shape == (2, 4, 6)
+        torch.testing.assert_close(maps[1, 2, 3], score(log_p[0, 1, 2, 3].unsqueeze(0))[0], rtol=0, atol=1e-14)
+    information = metrics.mutual_information_score(pixels)
+    torch.testing.assert_close(
+        information[1, 2, 3], metrics.mutual_information_score(log_p[:, 1, 2, 3].unsqueeze(1))[0], rtol=0, atol=1e-14
+    )
+
+
+def test_energy_refuses_a_temperature_of_zero():
+    with pytest.raises(ValueError, match="expected temperature above 0"):
+        metrics.energy_score(torch.zeros(2, 3), temperature=0.0)
+
+
+# --------------------------------------------------------------------------------------------------- risk and coverage
+def aurc_in_given_order(loss):
+    return sum(sum(loss[: k + 1]) / (k + 1) for k in range(len(loss))) / len(loss)
+
+
+def test_aurc_equals_brute_force():
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(50, dtype=torch.float64, generator=generator)
+    wrong = torch.rand(50, generator=generator) < 0.3
+    ranked = wrong[confidence.argsort(descending=True)].double().tolist()
+    assert metrics.aurc(confidence, wrong).item() == pytest.approx(aurc_in_given_order(ranked), abs=1e-14)
+
+
+def test_ties_count_as_the_mean_over_all_their_orders():
+    confidence = torch.tensor([0.9, 0.9, 0.9, 0.5, 0.5, 0.2])
+    loss = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
+    orders = [
+        aurc_in_given_order([*a, *b, 1.0])
+        for a in itertools.permutations([1.0, 0.0, 0.5])
+        for b in itertools.permutations([2.0, 0.0])
+    ]
+    expected = sum(orders) / len(orders)
+    for seed in range(5):
+        i = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+        assert metrics.aurc(confidence[i], loss[i]).item() == pytest.approx(expected, abs=1e-14)
+
+
+def test_the_curve_ends_at_full_coverage_with_the_mean_loss():
+    curve = metrics.risk_coverage(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([3.0, 0.0, 1.0]))
+    assert curve.coverage.tolist() == pytest.approx([1 / 3, 2 / 3, 1])
+    assert curve.risk.tolist() == pytest.approx([0, 0.5, 4 / 3])
+
+
+def test_excess_aurc_is_zero_for_the_best_ranking_and_above_for_any_other():
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.rand(6, dtype=torch.float64, generator=generator).round(decimals=1)
+    assert metrics.excess_aurc(-loss, loss).item() == pytest.approx(0, abs=1e-15)
+    best = min(aurc_in_given_order(order) for order in itertools.permutations(loss.tolist()))
+    worst = loss  # most confident where the loss is largest
+    assert metrics.excess_aurc(worst, loss).item() == pytest.approx(metrics.aurc(worst, loss).item() - best, abs=1e-14)
+
+
+def test_excess_aurc_approaches_the_formula_for_many_examples():
+    n, error = 20000, 0.1
+    wrong = torch.arange(n) < error * n
+    # confidence says nothing: AURC = r; the least AURC for 0/1 losses tends to r + (1 − r) log(1 − r)
+    limit = error - (error + (1 - error) * torch.log1p(torch.tensor(-error)).item())
+    assert metrics.excess_aurc(torch.zeros(n), wrong).item() == pytest.approx(limit, abs=1e-3)
+
+
+def test_unequal_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"expected loss of the shape \(3,\) of confidence, got \(2,\)"):
+        metrics.aurc(torch.zeros(3), torch.zeros(2))
+
+
+# ------------------------------------- example weights: ones are the plain metric, whole numbers are repeated examples
+RANKINGS = {
+    "auroc": {}, "aupr": {}, "aupr_in": {}, "aupr_adjusted": {"prevalence": 0.3}, "fpr95": {},
+    "fpr95_in": {"rule": "nearest", "recall": 0.8},
+}  # fmt: skip
+
+
+def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Scores with many ties, and four rows of weights for both."""
+    generator = torch.Generator().manual_seed(seed)
+    inside = torch.randint(30, (70,), generator=generator).double()
+    outside = torch.randint(10, 40, (50,), generator=generator).double()
+    weights = [torch.randint(4, (4, n), generator=generator) for n in (70, 50)]
+    return inside, outside, (weights[0], weights[1])
+
+
+@pytest.mark.parametrize(("name", "options"), RANKINGS.items())
+@pytest.mark.parametrize("seed", range(5))
+def test_weighted_rankings_are_the_rankings_of_repeated_inputs(name, options, seed):
+    inside, outside, (a, b) = drawn(seed)
+    metric = getattr(metrics, name)
+    found = metric(inside, outside, weights=(a, b), **options)
+    assert found.shape == (4,)
+    for r in range(4):
+        plain = metric(inside.repeat_interleave(a[r]), outside.repeat_interleave(b[r]), **options)
+        assert float(found[r]) == pytest.approx(float(plain), abs=1e-12)
+    ones = torch.ones(70), torch.ones(50)
+    assert float(metric(inside, outside, weights=ones, **options)) == pytest.approx(
+        float(metric(inside, outside, **options)), abs=1e-12
+    )
+
+
+def test_weighted_calibration_and_selection_are_those_of_repeated_examples():
+    inside, _, (weights, _) = drawn(0)
+    confidence, correct = 0.2 + 0.8 * inside / 30, (torch.arange(70) % 3 > 0).double()
+    loss = torch.linspace(0, 2, 70, dtype=torch.float64)
+    ece = confidence_ece(confidence, correct, weights=weights)
+    area = metrics.aurc(confidence, loss, weights=weights)
+    for r, w in enumerate(weights):
+        again = [each.repeat_interleave(w) for each in (confidence, correct, loss)]
+        assert float(ece[r]) == pytest.approx(float(confidence_ece(again[0], again[1])), abs=1e-12)
+        assert float(area[r]) == pytest.approx(float(metrics.aurc(again[0], again[2])), abs=1e-12)
+    # the plain area is the mean of the curve it is named after
+    torch.testing.assert_close(metrics.aurc(confidence, loss), metrics.risk_coverage(confidence, loss).risk.mean())
+
+
+def test_what_is_no_weight_is_named():
+    inside, outside, (a, b) = drawn(0)
+    with pytest.raises(ValueError, match=r"expected the weights of score_ood \(..., 50\), got \(4, 70\)"):
+        metrics.auroc(inside, outside, weights=(a, a))
+    refuses(lambda: metrics.auroc(inside, outside, weights=(-a, b)), "at least zero with a positive sum")
+    with pytest.raises(ValueError, match="at least zero with a positive sum"):
+        confidence_ece(inside / 30, inside > 3, weights=torch.zeros(70))
+    refuses(lambda: metrics.aurc(inside, inside, weights=torch.full((70,), 0.5)), "expected whole numbers as weights")

@@ -1,13 +1,17 @@
-"""The networks: shapes, parameter counts known from the literature, and that they rebuild from their config."""
+"""The networks: shapes, parameter counts known from the literature, rebuilt from their config, and with every posterior."""
 
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
+from dissensus.bench.run.build import required_keywords
 from dissensus.nets import NETS
+from dissensus.nets.enet import unpool
+from dissensus.nets.pspnet import features
 from refusals import refuses
 from thinning import often
 
@@ -263,3 +267,149 @@ def test_a_zero_head_makes_all_classes_equally_probable():
     assert network(torch.randn(2, 3, 16, 16)).abs().max() == 0
     assert ds.nets.ResNet(**network.config).config["zero_head"]
     assert "zero_head" not in ds.nets.ResNet(8, 5).config  # files of networks without one stay as they were
+
+
+# -------------------------------------------------- every posterior trains a step, predicts and comes back bit for bit
+# name -> (one network, inputs): as small as these networks take them
+SMALL_NETS = {
+    "LeNet": (lambda: ds.nets.LeNet(3, size=16), (1, 16, 16)),
+    "AlexNet": (lambda: ds.nets.AlexNet(3, channels=1, hidden=4), (1, 63, 63)),
+    "VGG16": (lambda: ds.nets.VGG16(3, head="large", hidden=4, dropout=0.1, batch_norm=False), (3, 32, 32)),
+}
+ENDS = {"LeNet": "head", "AlexNet": "classifier", "VGG16": "head"}  # the last linear layers, one Sequential
+KEYWORDS = {
+    "mc_dropout": {"rate": 0.1, "samples": 2},
+    "lit": {"strength": 0.1},
+    "batch_ensemble": {"members": 2, "modulation": ds.Modulation.normal(1.0, 0.1)},
+    "dropout_ensemble": {"members": 2},
+    "tradi": {"samples": 2},
+    "swag": {"samples": 2, "rank": 2, "start": 0, "every": 1},
+    "swa": {"start": 0, "every": 1},
+    "snapshot_ensemble": {"members": 2},
+    "gaussian_perturbation": {"samples": 2},
+    "laplace": {"samples": 2},
+    "node_bnn": {"components": 2, "samples": 2, "train_samples": 2},
+    "rank_one_bnn": {"components": 2, "samples": 2, "train_samples": 2},
+    "mean_field_vi": {"samples": 2},
+    "sghmc": {"members": 2},
+    "hmc": {"samples": 2, "warmup": 1, "leapfrog": 1, "weight_prior_std": 1.0},
+}
+OFTEN = {
+    ("LeNet", method)
+    for method in ("map", "deep_ensemble", "forde", "batch_ensemble", "swag", "laplace", "rank_one_bnn")
+}
+OFTEN |= {("AlexNet", "node_bnn")}
+
+
+def pairs():
+    for network in SMALL_NETS:
+        for method in ds.METHODS:
+            quick = (network, method) in OFTEN
+            yield pytest.param(network, method, marks=() if quick else pytest.mark.slow, id=f"{network}-{method}")
+
+
+@pytest.mark.parametrize(("network", "method"), [*pairs()])
+def test_it_trains_predicts_and_comes_back(network, method, tmp_path):
+    torch.manual_seed(0)
+    (make, shape), kind = SMALL_NETS[network], ds.METHODS[method]
+    keywords = dict(KEYWORDS.get(method, {}))
+    if method == "mc_dropout" and network != "LeNet":
+        del keywords["rate"]  # they have dropout of their own
+    several = kind.networks_taken == "several"
+    if "data_size" in (needed := required_keywords(kind)):
+        keywords["data_size"] = 4
+    if "layer" in needed:
+        last = list(dict(make().get_submodule(ENDS[network]).named_children()))
+        keywords |= {"layer": f"{ENDS[network]}.{last[-2]}", "head": f"{ENDS[network]}.{last[-1]}"}
+    posterior = kind([make(), make()] if several else make(), **keywords)
+    x, y = torch.randn(4, *shape), torch.tensor([0, 1, 2, 0])
+    if hasattr(posterior, "fit_posthoc"):
+        posterior.fit_posthoc([(x, y)])
+    else:
+        ds.fit(posterior, [(x, y), (x.flip(0), y.flip(0))], epochs=1, progress=False)
+    predictive = posterior.predict(x)
+    assert predictive.member_means.shape[1:] == (4, 3)
+    assert predictive.member_means.isfinite().all()
+    ds.save(posterior, tmp_path / "posterior")
+    assert torch.equal(ds.load(tmp_path / "posterior").predict(x).member_means, predictive.member_means)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ENet
+@pytest.mark.parametrize("size", [(180, 240), (23, 45), (16, 8), (9, 10)])
+def test_outputs_have_the_size_of_the_image(size):
+    assert ds.nets.ENet(3).eval()(torch.randn(1, 3, *size)).shape == (1, 3, *size)
+
+
+@pytest.mark.parametrize("size", [(6, 8), (7, 8), (5, 7)])
+def test_values_are_put_back_as_torch_does(size):
+    x = torch.randn(2, 3, *size)
+    pooled, places = F.max_pool2d(x, 2, ceil_mode=True, return_indices=True)
+    assert torch.equal(unpool(pooled, places, x.shape[2:]), F.max_unpool2d(pooled, places, 2, output_size=size))
+
+
+def test_members_side_by_side_are_those_of_the_loop():
+    ensemble = ds.DeepEnsemble([ds.nets.ENet(3).double() for _ in range(2)]).eval()
+    x = torch.randn(1, 3, 13, 18, dtype=torch.float64)
+    ensemble.particles.how = "vectorised"
+    side_by_side = ensemble(x)
+    assert ensemble.particles.how == "vectorised"  # nothing had to be run in a loop instead
+    ensemble.particles.how = "loop"
+    torch.testing.assert_close(ensemble(x), side_by_side, rtol=0, atol=1e-10)
+
+
+def nets(count: int = 2) -> list[torch.nn.Module]:
+    return [ds.nets.ENet(3, dropout=0.2) for _ in range(count)]
+
+
+POSTERIORS = {
+    "deep_ensemble": lambda **keywords: ds.DeepEnsemble(nets(), **keywords),
+    "mc_dropout": lambda **keywords: ds.MCDropout(*nets(1), samples=2, **keywords),
+    "perturbation": lambda **keywords: ds.GaussianPerturbation(*nets(1), samples=2, **keywords),
+    "swag": lambda **keywords: ds.SWAG(*nets(1), samples=2, rank=2, start=0, every=1, **keywords),
+    "tradi": lambda **keywords: ds.TRADI(*nets(1), samples=2, **keywords),
+    "batch_ensemble": lambda **keywords: ds.BatchEnsemble(
+        *nets(1), members=2, modulation=ds.Modulation.normal(1.0, 0.1), **keywords
+    ),
+    "node_bnn": lambda **keywords: ds.NodeBNN(*nets(1), components=2, samples=2, data_size=4, **keywords),
+    "forde": lambda **keywords: ds.FoRDE(nets(), **keywords),
+}
+
+
+CUTS_LAYERS = ("batch_ensemble",)  # it cuts layers
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in CUTS_LAYERS else pytest.param(name, marks=pytest.mark.slow) for name in POSTERIORS]
+)
+def test_every_posterior_trains_predicts_and_comes_back_bit_for_bit(name, tmp_path):
+    images, masks = torch.rand(2, 3, 16, 24), torch.randint(3, (2, 16, 24), dtype=torch.uint8)
+    masks[:, :2] = ds.data.VOID
+    likelihood = ds.Classification(ds.data.VOID, class_weights=ds.data.class_weights(masks, 3))
+    posterior = POSTERIORS[name](likelihood=likelihood)
+    augment = ds.data.SegmentationAugmentation(seed=0)
+    loader = ds.data.Batches(images, masks, batch_size=1, augment=augment)
+    ds.fit(posterior, loader, epochs=1, progress=False)
+    predictive = posterior.predict(images)
+    assert predictive.member_means.shape == (2, 2, 3, 16, 24)
+    ds.save(posterior, tmp_path / "posterior")
+    loaded = ds.load(tmp_path / "posterior")
+    assert torch.equal(loaded.predict(images).member_means, predictive.member_means)
+
+
+# ------------------------------------------------------------------------------------------------ ResNet-50 and PSPNet
+def test_features_are_an_eighth_of_the_image_and_the_dilated_trunk_has_the_plain_ones_weights():
+    segmenting, plain = ds.nets.PSPNet(5), ds.nets.ResNet50(5)
+    found = segmenting.load_state_dict(plain.state_dict(), strict=False)
+    assert set(found.unexpected_keys) == {"fc.weight", "fc.bias"}
+    assert not any(name.startswith(("conv1", "bn1", "layer")) for name in found.missing_keys)
+    x = torch.randn(1, 3, 64, 96)
+    assert features(segmenting.eval(), x).shape == (1, 2048, 8, 12)
+    assert features(plain.eval(), x).shape == (1, 2048, 2, 3)
+
+
+def test_it_computes_what_torchvisions_does():
+    models = pytest.importorskip("torchvision.models")
+    theirs, mine = models.resnet50().eval(), ds.nets.ResNet50().eval()
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(mine(x), theirs(x))

@@ -38,11 +38,8 @@ def folder(tmp_path):
 
 def test_settings_may_be_numpys_numbers(tmp_path):
     settings = {
-        "data_size": np.int64(24),
-        "components": np.int64(2),
-        "prior_std": np.float32(0.5),
-        "samples": np.int64(4),
-    }
+        "data_size": np.int64(24), "components": np.int64(2), "prior_std": np.float32(0.5), "samples": np.int64(4),
+    }  # fmt: skip
     posterior = ds.NodeBNN(mlp(), bias_latent=np.bool_(True), **settings)
     ds.save(posterior, tmp_path / "run")
     read = ds.load(tmp_path / "run")
@@ -112,16 +109,10 @@ def test_a_loaded_posterior_is_in_eval_mode_and_can_be_trained_on(tmp_path):
     assert tiny.largest_difference(*states) == 0
 
 
-@pytest.mark.parametrize(
-    "likelihood",
-    [
-        ds.Classification(ignore_index=255),
-        ds.Regression(noise=0.3),
-        ds.Regression(initial=2.0),
-        ds.HeteroscedasticRegression(),
-    ],
-    ids=["ignore_index", "fixed noise", "learned noise", "heteroscedastic"],
-)
+@pytest.mark.parametrize("likelihood", [
+    ds.Classification(ignore_index=255), ds.Regression(noise=0.3), ds.Regression(initial=2.0),
+    ds.HeteroscedasticRegression(),
+], ids=["ignore_index", "fixed noise", "learned noise", "heteroscedastic"])  # fmt: skip
 def test_likelihoods_come_back(likelihood, tmp_path):
     posterior = ds.MAP(ds.nets.MLP(4, 2, hidden=(3,)), likelihood=likelihood)
     ds.save(posterior, tmp_path)
@@ -249,92 +240,56 @@ def test_a_config_that_is_no_config(folder, text):
     refuses(lambda: ds.load(folder), DAMAGED)
 
 
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        ("arguments", 5),
-        ("arguments", []),
-        ("arguments", {}),
-        ("arguments", {"members": "2"}),
-        ("arguments.members", 1.5),
-        ("arguments.members", None),
-        ("arguments.unheard_of", 1),
-        ("arguments.weight_prior_std", "wide"),
-        ("arguments.data_size", [1]),
-        ("method", []),
-        ("method", None),
-        ("tied", 5),
-        ("tied", None),
-        ("network", 5),
-        ("network", {}),
-        ("network.structure", 5),
-        ("network.structure", None),
-        ("network.name", []),
-        ("network.arguments", 5),
-        ("network.arguments", {"inputs": 4}),
-        ("network.arguments.inputs", "four"),
-        ("likelihood", "Classification"),
-        ("likelihood", {}),
-        ("likelihood.name", {}),
-        ("likelihood.arguments", 5),
-        ("likelihood.arguments", {"unheard_of": 1}),
-        ("format", "1"),
-        ("format", None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "value"), [
+    ("arguments", 5), ("arguments", []), ("arguments", {}), ("arguments", {"members": "2"}),
+    ("arguments.members", 1.5), ("arguments.members", None), ("arguments.unheard_of", 1),
+    ("arguments.weight_prior_std", "wide"), ("arguments.data_size", [1]), ("method", []), ("method", None),
+    ("tied", 5), ("tied", None), ("network", 5), ("network", {}), ("network.structure", 5),
+    ("network.structure", None), ("network.name", []), ("network.arguments", 5), ("network.arguments", {"inputs": 4}),
+    ("network.arguments.inputs", "four"), ("likelihood", "Classification"), ("likelihood", {}),
+    ("likelihood.name", {}), ("likelihood.arguments", 5), ("likelihood.arguments", {"unheard_of": 1}), ("format", "1"),
+    ("format", None),
+])  # fmt: skip
 def test_wrong_types_in_the_config(folder, keys, value):
     tamper(folder, keys, value)
     refuses(lambda: ds.load(folder), DAMAGED)
 
 
-@pytest.mark.parametrize(
-    ("keys", "value", "text"),
-    [
-        ("format", 1, "expected format 2, got 1; load it with the version that wrote it"),
-        ("method", "forde2", "expected method of .*map.*, got 'forde2'"),
-        ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
-        ("arguments.members", 0, "expected at least one module, got none"),
-        ("network.name", None, "expected a network to load into, got none; pass network="),
-        ("network.arguments.hidden", [7], "expected a network with layer 'layers.0: Linear.*out_features=6"),
-        (
-            "network.arguments.activation",
-            "tanh",
-            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh",
-        ),
-        ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
-        ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
-        ("strides", {"steps": [1]}, "impossible strides of steps"),
-        ("arguments.members", 10**9, "members = 1000000000, got"),
-        ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
-        ("network.arguments.hidden", [10**30], "damaged"),
-        ("network.arguments.inputs", -1, "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "value", "text"), [
+    ("format", 1, "expected format 2, got 1; load it with the version that wrote it"),
+    ("method", "forde2", "expected method of .*map.*, got 'forde2'"),
+    ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
+    ("arguments.members", 0, "expected at least one module, got none"),
+    ("network.name", None, "expected a network to load into, got none; pass network="),
+    ("network.arguments.hidden", [7], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+    (
+        "network.arguments.activation",
+        "tanh",
+        r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh",
+    ),
+    ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
+    ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
+    ("strides", {"steps": [1]}, "impossible strides of steps"),
+    ("arguments.members", 10**9, "members = 1000000000, got"),
+    ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+    ("network.arguments.hidden", [10**30], "damaged"),
+    ("network.arguments.inputs", -1, "damaged"),
+])  # fmt: skip
 def test_wrong_values_in_the_config(folder, keys, value, text):
     tamper(folder, keys, value)
     refuses(lambda: ds.load(folder), text)
 
 
-@pytest.mark.parametrize(
-    ("network", "text"),
-    [
-        (
-            lambda: mlp(activation="tanh"),
-            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'",
-        ),
-        (
-            lambda: ds.nets.MLP(4, 3, hidden=(7,)),
-            "expected a network with layer .*out_features=6.* got .*out_features=7",
-        ),
-        (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
-        (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
-        (
-            lambda: mlp().layers,
-            r"expected a network with layer 'MLP\(\)', got 'Sequential\(\)'; pass a network of the same class",
-        ),
-    ],
-    ids=["activation", "width", "deeper", "shallower", "the inside"],
-)
+@pytest.mark.parametrize(("network", "text"), [
+    (lambda: mlp(activation="tanh"), r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'"),
+    (lambda: ds.nets.MLP(4, 3, hidden=(7,)), "expected a network with layer .*out_features=6.* got .*out_features=7"),
+    (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
+    (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
+    (
+        lambda: mlp().layers,
+        r"expected a network with layer 'MLP\(\)', got 'Sequential\(\)'; pass a network of the same class",
+    ),
+], ids=["activation", "width", "deeper", "shallower", "the inside"])  # fmt: skip
 def test_another_network_is_refused(folder, network, text):
     refuses(lambda: ds.load(folder, network()), text)
 

@@ -1,5 +1,9 @@
-"""Resampled measures against the metric functions; what intervals and comparisons count of examples and seeds."""
+"""Resampled measures, means with intervals and p-values, against metric functions and scipy; how often they are wrong."""
 
+import math
+import random
+
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -13,6 +17,8 @@ from dissensus.bench.report.comparisons import (
     comparison_family,
     resample_measure,
 )
+from dissensus.bench.report.estimates import VerdictWords, array_over, claim_of, mean_interval, slope_weights, verdicts
+from dissensus.bench.report.intervals import Spread, holm, holm_level, spread_of, student_quantile, student_tail
 from dissensus.bench.report.measures import Measure, measures
 from dissensus.bench.report.tables import signed_text
 from dissensus.evaluation.evaluation import Evaluation
@@ -55,13 +61,8 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
         "ood/far/score/max_probability": foreign,
     }
     keys = (
-        "accuracy",
-        "nll",
-        "brier",
-        "ece",
-        "aurc",
-        *(f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in")),
-    )
+        "accuracy", "nll", "brier", "ece", "aurc", *(f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in")),
+    )  # fmt: skip
     given = Evaluation("classification", dict.fromkeys(keys, 0.0), arrays, "max_probability", ("far",))
     weights = [resample_counts(n, 5, generator) for n in (80, 50)]
     for measure in measures(given):
@@ -71,16 +72,12 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
             i, o = (torch.repeat_interleave(torch.arange(w.shape[1]), w[r].long()) for w in weights)
             inside, outside = arrays["test/score/max_probability"][i], foreign[o]
             expected = {
-                "accuracy": arrays["test/correct"][i].mean(),
-                "nll": metrics.nll(log_p[i], y[i]),
-                "brier": metrics.brier(log_p[i].exp(), y[i]),
-                "ece": metrics.ece(log_p[i].exp(), y[i]),
+                "accuracy": arrays["test/correct"][i].mean(), "nll": metrics.nll(log_p[i], y[i]),
+                "brier": metrics.brier(log_p[i].exp(), y[i]), "ece": metrics.ece(log_p[i].exp(), y[i]),
                 "aurc": metrics.aurc(-inside, 1 - arrays["test/correct"][i]),
-                "ood/far/auroc": metrics.auroc(inside, outside),
-                "ood/far/aupr": metrics.aupr(inside, outside),
-                "ood/far/fpr95": metrics.fpr95(inside, outside),
-                "ood/far/fpr95_in": metrics.fpr95_in(inside, outside),
-            }
+                "ood/far/auroc": metrics.auroc(inside, outside), "ood/far/aupr": metrics.aupr(inside, outside),
+                "ood/far/fpr95": metrics.fpr95(inside, outside), "ood/far/fpr95_in": metrics.fpr95_in(inside, outside),
+            }  # fmt: skip
             assert float(found[r]) == pytest.approx(float(expected[measure.key]), abs=1e-12), measure.key
     assert len(measures(given)) == len(keys)
     root = of_measures.root_mean(weights[:1], arrays["test/nll"])
@@ -249,3 +246,187 @@ def test_measures_know_which_way_is_better():
     assert NLL.text(0.0) == "0.00"
     assert [signed_text(NLL, value) for value in (0.001, -0.001, 1.0)] == ["+1e−03", "−1e−03", "+1.00"]
     assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]
+
+
+# ----------------------------------------------------------------------------------- intervals and p-values over seeds
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 19, 50])
+def test_students_t_is_scipys(freedom):
+    for t in (0.0, 0.1, 1.0, 2.5, 12.7, 60.0):
+        assert student_tail(t, freedom) == pytest.approx(2 * scipy.stats.t.sf(t, freedom), abs=1e-13)
+    for level in (0.5, 0.95, 0.999):
+        assert student_quantile(level, freedom) == pytest.approx(scipy.stats.t.ppf(0.5 + level / 2, freedom), rel=1e-9)
+
+
+def test_seeds_alone_are_the_paired_t_test_and_examples_alone_the_z_test():
+    differences = [0.3, -0.1, 0.4, 0.25]
+    found = spread_of(differences, 0.0)
+    theirs = scipy.stats.ttest_1samp(differences, 0)
+    mean = sum(differences) / 4
+    assert found.p_value(mean) == pytest.approx(theirs.pvalue, rel=1e-9)
+    low, high = theirs.confidence_interval(0.9)
+    assert found.half_width(0.9) == pytest.approx((high - low) / 2, rel=1e-9)
+    assert Spread(0.0, 0, 0.5).p_value(1.0) == pytest.approx(2 * scipy.stats.norm.sf(2.0), rel=1e-12)
+    assert Spread(0.0, 0, 0.5).half_width() == pytest.approx(0.5 * scipy.stats.norm.ppf(0.975), rel=1e-12)
+
+
+def test_both_add_up_in_squares():
+    t, z = scipy.stats.t.ppf(0.975, 2), scipy.stats.norm.ppf(0.975)
+    assert Spread(0.3, 2, 0.4).half_width() == pytest.approx(math.hypot(0.3 * t, 0.4 * z), rel=1e-9)
+
+
+def test_nothing_to_vary_and_no_difference():
+    for nothing in (Spread(0.0, 0, 0.0), Spread(0.0, 2, 0.0)):
+        assert math.isnan(nothing.half_width())
+        assert math.isnan(nothing.p_value(0.1))
+    assert Spread(0.3, 2, 0.1).p_value(0.0) == 1.0
+    assert Spread(0.0, 0, 0.1, 5).p_value(0.0) == 1.0
+    assert spread_of([1.5], 0.2, 7) == Spread(0.0, 0, 0.2, 7)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 31, 400])
+def test_one_seed_is_the_paired_t_test_over_examples(n):
+    differences = [0.3 + math.sin(3.0 * i) for i in range(n)]
+    theirs = scipy.stats.ttest_1samp(differences, 0)
+    found = Spread(0.0, 0, scipy.stats.sem(differences), n)
+    assert found.p_value(sum(differences) / n) == pytest.approx(theirs.pvalue, rel=1e-8)
+    low, high = theirs.confidence_interval(0.95)
+    assert found.half_width() == pytest.approx((high - low) / 2, rel=1e-9)
+
+
+def test_few_examples_beside_seeds_are_counted_by_students_t_too():
+    t = scipy.stats.t.ppf(0.975, 4)
+    for n in (3, 5, 10, 30, 900):
+        u = scipy.stats.t.ppf(0.975, n - 1)
+        # Wallace's formula is on the safe side, 4 % at three examples
+        found, exact = Spread(0.3, 4, 0.4, n).half_width(), math.hypot(0.3 * t, 0.4 * u)
+        assert exact < found < exact * (1 + 0.3 / (n - 1) ** 3 + 1e-3)
+
+
+def test_an_interval_holds_zero_exactly_where_p_is_not_below():
+    draw = random.Random(0)
+    for _ in range(2000):
+        size = 10 ** draw.uniform(-4, 2)
+        one = draw.random() < 0.2
+        found = Spread(
+            0.0 if one else size * draw.random(),
+            0 if one else draw.randint(1, 12),
+            draw.choice([1e-3 if one else 0.0, draw.random()]) * size,
+            draw.choice([2, 3, 10, 400, 5000]),
+        )
+        level = draw.choice([0.5, 0.9, 0.95, 0.99, 0.9995])
+        # half of the means at the edge itself, where rounding would show
+        mean = found.half_width(level) * draw.choice([1 + 1e-7, 1 - 1e-7, draw.expovariate(1)]) * draw.choice([-1, 1])
+        outside = abs(mean) > found.half_width(level)
+        assert outside == (found.p_value(mean) < 1 - level), (found, mean, level)
+
+
+def test_holm_is_the_step_down_procedure_and_its_intervals_agree():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+    draw = random.Random(1)
+    for _ in range(300):
+        several = [
+            (Spread(1.0, draw.randint(1, 9), draw.random()), draw.gauss(0, 12)) for _ in range(draw.randint(1, 8))
+        ]
+        alone = [each.p_value(mean) for each, mean in several]
+        level = holm_level(alone)
+        for (each, mean), adjusted in zip(several, holm(alone), strict=True):
+            assert (abs(mean) > each.half_width(level)) == (adjusted < 0.05)
+
+
+def simulated(seeds: int, *, of_seeds: float, of_examples: float, effect: float = 0.0, count: int = 2000) -> float:
+    """Share of intervals without zero: `count` differences of two methods over so many seeds on 60 examples.
+
+    d_si = effect + seed_s + (example_i + noise_si): what examples have in common between seeds, and what they have not, have
+    equal shares. Means over examples have the standard deviations of_seeds and of_examples (one seed alone, for both).
+    """
+    generator = torch.Generator().manual_seed(1000 * seeds + int(100 * of_seeds))
+    n, kwargs = 60, {"generator": generator, "dtype": torch.float64}
+    seed = of_seeds * torch.randn(count, seeds, 1, **kwargs)
+    scale = of_examples * (n / 2) ** 0.5
+    example, noise = scale * torch.randn(count, 1, n, **kwargs), scale * torch.randn(count, seeds, n, **kwargs)
+    d = effect + seed + example + noise  # (count, S, n)
+    values, examples = d.mean(2), (d.mean(1).var(1, correction=0) / n).sqrt()  # the bootstrap's variance of a mean
+    pairs = zip(values.tolist(), examples.tolist(), strict=True)
+    return sum(abs(sum(v) / seeds) > spread_of(v, e).half_width() for v, e in pairs) / count
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("noise", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3), (1.0, 1.0), (0.3, 1.0)], ids=str)
+def test_methods_that_are_equal_differ_in_at_most_one_comparison_in_twenty(seeds, noise):
+    share = simulated(seeds, of_seeds=noise[0], of_examples=noise[1])
+    # 5 % of 2000 have a standard deviation of 0.49 points; 60 examples make z too small by 0.7 points
+    assert share <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 2000)
+    if noise[1] == 0:  # the t test is exact
+        assert share == pytest.approx(0.05, abs=4 * math.sqrt(0.05 * 0.95 / 2000))
+
+
+def test_a_real_difference_is_found():
+    # five seeds, both noises: the standard error is √(1/5 + 0.6) = 0.89, and the effect 4.5 of them
+    assert simulated(5, of_seeds=1.0, of_examples=1.0, effect=4.0, count=500) > 0.95
+    # two seeds, seed noise alone: with one degree of freedom the same 4.5 errors are found about every third time
+    assert 0.2 < simulated(2, of_seeds=1.0, of_examples=0.0, effect=3.2, count=500) < 0.45
+
+
+# ------------------------------------------------------------------------ rows as arrays, slopes, and what claims show
+def test_intervals_count_seeds_and_examples():
+    right = np.array([1.0, 0.0, 1.0, 1.0])  # of four examples
+    values = np.array([right - 0.05, right + 0.05, right + 0.15])  # (S, n)
+    value, lower, upper, seeds = mean_interval(values)
+    assert (value, seeds) == (pytest.approx(0.8), 3)
+    # s = 0.1; sd of examples 0.5, n = 4, whose t is taken by a formula that is 1.3 % too large
+    half = math.hypot(student_quantile(0.95, 2) * 0.1 / 3**0.5, student_quantile(0.95, 3) * 0.5 / 2)
+    assert (upper - value, value - lower) == pytest.approx((half, half), rel=0.013)
+    seeds_alone = mean_interval(values.mean(1, keepdims=True))
+    assert seeds_alone[2] - value == pytest.approx(student_quantile(0.95, 2) * 0.1 / 3**0.5)
+    missing = np.concatenate([values, np.full((1, 4), math.nan)])  # a seed that diverged
+    assert mean_interval(missing) == mean_interval(values)
+    assert mean_interval(missing[3:])[3] == 0
+
+
+def test_the_mean_of_slopes_over_seeds_is_the_slope_of_all_points():
+    widths, generator = (375, 750, 1500), np.random.default_rng(0)
+    errors = np.array(widths) ** -0.5 * np.exp(0.3 * generator.standard_normal((40, 3)))  # (S, W)
+    slopes = np.log2(errors) @ slope_weights(widths)
+    value, lower, upper, _ = mean_interval(slopes[:, None])
+    assert value == pytest.approx(np.polyfit(np.log(np.tile(widths, 40)), np.log(errors).ravel(), 1)[0], abs=1e-12)
+    half = student_quantile(0.95, 39) * slopes.std(ddof=1) / 40**0.5
+    assert (value - lower, upper - value) == pytest.approx((half, half))
+
+
+def test_rows_become_an_array_over_their_columns_with_nan_where_there_is_none():
+    rows = [{"a": a, "b": b, "one": 10 * a + b, "many": np.array([a, b, 7])} for a in (1, 2) for b in (3, 4)]
+    found = array_over(rows[:-1], "many", b=(3, 4), a=(1, 2))
+    assert found.shape == (2, 2, 3)
+    assert found[1, 0].tolist() == [1, 4, 7]
+    assert np.isnan(found[1, 1]).all()
+    assert array_over(rows, "one", a=(2,), b=(3, 4)).tolist() == [[[23], [24]]]
+    assert array_over(rows, "one", a=(), b=(3, 4)).shape == (0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("centre", "word"), [(0.03, "above"), (-0.03, "below"), (0.0, "equal"), (0.01, "neither")], ids=str
+)
+def test_words_go_by_where_the_interval_lies(centre, word):
+    values = np.array([[centre - 1e-3], [centre], [centre + 1e-3]])  # half-width 0.0025
+    claim = claim_of("Which?", "this one", values, "points")
+    words = VerdictWords("above", "below", "neither", near=0.01, equal="equal")
+    (said,) = verdicts([claim], {"Which?": words, "Unasked?": words})
+    assert said.startswith(f"Which? this one: {word}, {claim.text}")
+    assert claim.text.startswith(f"{100 * centre:+.2f} (".replace("-", "−"))
+
+
+def test_the_interval_beside_a_word_is_adjusted_as_the_word_is():
+    """What one claim alone shows is not shown among two, and the interval is wider there."""
+    words = {"Which?": VerdictWords("above", "below", "neither", near=0.01, equal="equal")}
+    one = claim_of("Which?", "this one", np.array([[0.013], [0.02], [0.027]]), "points")  # half-width 0.0174
+    far = claim_of("Which?", "that one", np.array([[0.049], [0.05], [0.051]]), "points")  # half-width 0.0025
+    near = one._replace(value=0.0, lower=-0.009, upper=0.009)
+    assert "this one: neither, +2.00 (+0.26 … +3.74)" in verdicts([one], words)[0]
+    (said,) = verdicts([far, far._replace(about="this one", value=0.013, lower=0.0105, upper=0.0155)], words)
+    assert "that one: above, +5.00 (+4.75 … +5.25)" in said  # the first of two, and then only one is left to adjust for
+    assert "this one: above, +1.30 (+1.05 … +1.55)" in said
+    assert "equal, +0.00 (−0.90 … +0.90)" in verdicts([near], words)[0]
+    ratio = student_quantile(0.975, 2) / student_quantile(0.95, 2)
+    assert f"neither, +0.00 (−{0.9 * ratio:.2f} … +{0.9 * ratio:.2f})" in verdicts([near, near], words)[0]

@@ -7,6 +7,7 @@ import torch
 from dissensus.bench.rows.dataset_rows import AUGMENTATIONS, TaskRows, standardised_batches
 from dissensus.bench.rows.named_sets import FOREIGN, GAP, SHIFTED, set_location
 from dissensus.bench.rows.task_rows import DataCache, task_data
+from refusals import refuses
 from uci_files import write_uci_files
 
 
@@ -58,18 +59,15 @@ def write_images(folder, **files):
 FOUR = [0, 1, 2, 3] * 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"test_file": "small.npz"}, r"expected inputs of shape \(1, 8, 8\) in 'small.npz'.* got \(1, 6, 6\)"),
-        ({"test_file": "five.npz"}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
-        ({"shift": ["five.npz"]}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
-        ({"train_file": "negative.npz"}, r"expected labels from 0 to 3 in 'negative.npz'.* got -1 in row 20; "),
-        ({"train_file": "empty.npz"}, "expected rows in 'empty.npz', got none"),
-        ({"test_file": "missing.npz"}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
-        ({"ood": ["missing.npz"]}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"test_file": "small.npz"}, r"expected inputs of shape \(1, 8, 8\) in 'small.npz'.* got \(1, 6, 6\)"),
+    ({"test_file": "five.npz"}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
+    ({"shift": ["five.npz"]}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
+    ({"train_file": "negative.npz"}, r"expected labels from 0 to 3 in 'negative.npz'.* got -1 in row 20; "),
+    ({"train_file": "empty.npz"}, "expected rows in 'empty.npz', got none"),
+    ({"test_file": "missing.npz"}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
+    ({"ood": ["missing.npz"]}, r"expected 'missing.npz' at .*missing.npz or .*, got nothing there; "),
+])  # fmt: skip
 def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_path, settings, message):
     write_images(
         tmp_path,
@@ -81,8 +79,7 @@ def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_pa
         empty=(8, []),
     )
     files = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 0.2}
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        task_data(files | settings, str(tmp_path))
+    refuses(lambda: task_data(files | settings, str(tmp_path)), message, (ValueError, FileNotFoundError))
 
 
 def test_a_task_may_say_how_many_classes_there_are_where_the_training_rows_lack_some(tmp_path):
@@ -99,28 +96,24 @@ def test_the_gap_of_the_regression_is_between_its_clusters():
     assert float(noise) == pytest.approx(0.25, abs=4 * 0.25 / 400**0.5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"name": "two_moons", "ood": ["fashion"]},
-            r"shape \(2,\) in 'fashion', as in the training set, got \(1, 28, 28\)",
-        ),
-        ({"name": "digits", "ood": ["fashio"]}, "did you mean 'fashion'"),
-        ({"name": "x_sin_x", "shift": ["gab"]}, "did you mean 'gap'"),
-        ({"name": "digits", "validation": 10_000}, "validation rows"),
-        ({"name": "digits", "standardise": "unti"}, "expected data.standardise of training, unit, imagenet, none"),
-        (
-            {"name": "two_moons", "standardise": "unit"},
-            'expected images for data.standardise = "unit", got inputs of shape',
-        ),
-        ({"name": "two_moons", "targets": "standardised"}, "expected a regression"),
-        ({"name": "cubic", "targets": "scaled"}, "expected data.targets of original"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (
+        {"name": "two_moons", "ood": ["fashion"]},
+        r"shape \(2,\) in 'fashion', as in the training set, got \(1, 28, 28\)",
+    ),
+    ({"name": "digits", "ood": ["fashio"]}, "did you mean 'fashion'"),
+    ({"name": "x_sin_x", "shift": ["gab"]}, "did you mean 'gap'"),
+    ({"name": "digits", "validation": 10_000}, "validation rows"),
+    ({"name": "digits", "standardise": "unti"}, "expected data.standardise of training, unit, imagenet, none"),
+    (
+        {"name": "two_moons", "standardise": "unit"},
+        'expected images for data.standardise = "unit", got inputs of shape',
+    ),
+    ({"name": "two_moons", "targets": "standardised"}, "expected a regression"),
+    ({"name": "cubic", "targets": "scaled"}, "expected data.targets of original"),
+])  # fmt: skip
 def test_bad_data_settings_are_one_clear_error(settings, message):
-    with pytest.raises(ValueError, match=message):
-        task_data(settings)
+    refuses(lambda: task_data(settings), message)
 
 
 def test_targets_are_standardised_by_training_rows_and_inputs_keep_their_precision(tmp_path):
@@ -181,8 +174,7 @@ def test_toys_and_their_shifts_are_one_function_with_the_same_noise():
 
 
 def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
-    with pytest.raises(FileNotFoundError, match="data_batch_1"):
-        task_data({"name": "cifar10"}, str(tmp_path))
+    refuses(lambda: task_data({"name": "cifar10"}, str(tmp_path)), "data_batch_1", FileNotFoundError)
     assert set_location("cifar10", str(tmp_path)) == "not found"
     assert set_location("digits", None) == "shipped"
     assert FOREIGN["digits"](None).x.shape == (2000, 1, 28, 28)

@@ -1,4 +1,4 @@
-"""Runs: files, resuming, stages that are done, damage."""
+"""Runs: objects from settings, files, resuming, stages that are done, damage, and how members differ over training."""
 
 import csv
 import json
@@ -10,11 +10,24 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.bench.rows.task_rows import DataCache
+from dissensus.bench.run import build, jobs
+from dissensus.bench.run.convert import converted_config
+from dissensus.bench.run.provenance import commit
+from dissensus.bench.run.records import read_evaluation
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.run_folder import remove_unused_run
+from dissensus.bench.run.shared_training import can_share_training
+from dissensus.bench.run.training_watch import FILE, concatenate_batches, read_measurements
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.run_folder import commit, read_evaluation, remove_unused_run
 from dissensus.bench.task.config import load_task, run_config
+from dissensus.bench.task.schema import count_setting, known_keys
 from dissensus.evaluation.evaluate import evaluate
+from dissensus.evaluation.member_distances import MemberDistances, member_distances
+from dissensus.methods import METHODS
+from refusals import refuses
 from small_runs import train_until, trained
 from uci_files import write_uci_files
 
@@ -176,8 +189,7 @@ def test_the_precision_of_predictions_belongs_to_the_run(tmp_path):
     assert 0 < abs(stored[1].metrics["nll"] - stored[0].metrics["nll"]) < 0.02
     assert [each.notes.get("precision") for each in stored] == [None, "bf16"]
     assert Run.open(half.folder).config.precision == "bf16"
-    with pytest.raises(ValueError, match=r"evaluation\.precision"):
-        moons(folder=half.folder).begin()
+    refuses(lambda: moons(folder=half.folder).begin(), r"evaluation\.precision")
     with pytest.raises(
         ValueError, match=r'evaluation.precision of float32, bf16, got .float16.; half precision is "bf16"'
     ):
@@ -225,17 +237,14 @@ def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):
         moons("map", "training.epochs=9", folder=tmp_path / "run").begin()
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("config.toml", r"expected a whole .*config\.toml, got a damaged one"),
-        ("training.json", r"expected a whole .*training\.json"),
-        ("predictions/test.safetensors", r"expected a whole .*test\.safetensors"),
-        ("metrics.json", r"expected a whole .*metrics\.json"),
-        ("arrays.safetensors", r"expected a whole .*arrays\.safetensors"),
-        ("posterior/posterior.safetensors", r"posterior\.safetensors.*delete .*run and run the command again"),
-    ],
-)
+@pytest.mark.parametrize(("file", "message"), [
+    ("config.toml", r"expected a whole .*config\.toml, got a damaged one"),
+    ("training.json", r"expected a whole .*training\.json"),
+    ("predictions/test.safetensors", r"expected a whole .*test\.safetensors"),
+    ("metrics.json", r"expected a whole .*metrics\.json"),
+    ("arrays.safetensors", r"expected a whole .*arrays\.safetensors"),
+    ("posterior/posterior.safetensors", r"posterior\.safetensors.*delete .*run and run the command again"),
+])  # fmt: skip
 def test_a_damaged_run_is_one_clear_error_that_names_the_file(tmp_path, file, message):
     run = trained(moons(folder=tmp_path / "run"))
     run.evaluate()
@@ -257,14 +266,11 @@ def test_valid_files_with_the_wrong_content_are_damage_too(tmp_path):
     run = trained(moons(folder=tmp_path / "run"))
     run.evaluate()
     (run.folder / "metrics.json").write_text("[]")
-    with pytest.raises(ValueError, match="list instead of a table"):
-        Run.open(run.folder).evaluate()
+    refuses(lambda: Run.open(run.folder).evaluate(), "list instead of a table")
     (run.folder / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match="without 'ood'"):
-        Run.open(run.folder).evaluate()
+    refuses(lambda: Run.open(run.folder).evaluate(), "without 'ood'")
     (run.folder / "config.toml").write_text('task = "moons"\n')
-    with pytest.raises(ValueError, match=r"config\.toml, got a damaged one"):
-        Run.open(run.folder)
+    refuses(lambda: Run.open(run.folder), r"config\.toml, got a damaged one")
 
 
 def test_settings_are_checked_before_anything_is_trained(tmp_path):
@@ -278,20 +284,15 @@ def test_settings_are_checked_before_anything_is_trained(tmp_path):
 
 
 def test_other_wrong_uses_are_one_clear_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected a run folder, got no .*config\.toml"):
-        Run.open(tmp_path)
+    refuses(lambda: Run.open(tmp_path), r"expected a run folder, got no .*config\.toml", FileNotFoundError)
     run = moons(folder=tmp_path / "run")
     run.begin()
-    with pytest.raises(FileNotFoundError, match="expected a trained run"):
-        run.evaluate()
-    with pytest.raises(FileNotFoundError, match="dissensus evaluate"):
-        jobs.report_runs([tmp_path / "run"], tmp_path)
-    with pytest.raises(FileNotFoundError, match="expected a run folder"):
-        jobs.report_runs([tmp_path / "nothing"], tmp_path)
+    refuses(lambda: run.evaluate(), "expected a trained run", FileNotFoundError)
+    refuses(lambda: jobs.report_runs([tmp_path / "run"], tmp_path), "dissensus evaluate", FileNotFoundError)
+    refuses(lambda: jobs.report_runs([tmp_path / "nothing"], tmp_path), "expected a run folder", FileNotFoundError)
     with pytest.raises(ValueError, match="expected --seeds of at least 1, got 0"):
         jobs.bench(load_task("moons", size="smoke"), out=tmp_path, seeds=0)
-    with pytest.raises(ValueError, match="did you mean 'map'"):
-        jobs.bench(load_task("moons", size="smoke"), out=tmp_path, methods=["mapp"])
+    refuses(lambda: jobs.bench(load_task("moons", size="smoke"), out=tmp_path, methods=["mapp"]), "did you mean 'map'")
     taken = tmp_path / "file"
     taken.write_text("")
     for out in (taken, taken / "below"):
@@ -303,8 +304,7 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
     for size in ("smoke", "short"):
         task = load_task("moons", size=size, overrides=["training.epochs=1"])
         trained(Run(tmp_path / size, run_config(task, "map", 0))).evaluate()
-    with pytest.raises(ValueError, match="expected runs of one task and size"):
-        jobs.report_runs([tmp_path], tmp_path / "out")
+    refuses(lambda: jobs.report_runs([tmp_path], tmp_path / "out"), "expected runs of one task and size")
 
 
 # ---------------------------------------------------------------------------------------------- settings that failed
@@ -313,8 +313,7 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
 def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_settings(tmp_path, monkeypatch):
     monkeypatch.setattr("dissensus.bench.report.html_report.write_report", lambda results, path: [])
     wrong = load_task("moons", size="smoke", overrides=["network.outputs=1"])
-    with pytest.raises(ValueError, match="expected"):
-        jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs")
+    refuses(lambda: jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs"), "expected")
     assert not list((tmp_path / "runs").iterdir())
     jobs.bench(load_task("moons", size="smoke"), methods=["map"], out=tmp_path / "runs")
     with pytest.raises(ValueError, match=r"to hold a run with network.outputs = 1, got one without it; choose"):
@@ -350,3 +349,163 @@ def test_a_saved_posterior_in_place_of_a_run_is_called_one(benched, tmp_path, co
         code, _, said = command_line(command, str(folder))
         assert code == 2
         assert words in said
+
+
+# -------------------------------------------------------------------------------------------- from settings to objects
+COUNTED = [name for name, method in METHODS.items() if count_setting(method) == "networks"]
+FEW = {"samples": 2, "rank": 2, "members": 2, "components": 2}  # where a method has such a key
+
+
+def moons_config(method: str, *overrides: str):
+    few = [f"method.{method}.{key}={value}" for key, value in FEW.items() if key in known(f"method.{method}")]
+    task = load_task("moons", size="smoke", overrides=[*few, *overrides], methods=[method])
+    return task, run_config(task, method, 0)
+
+
+def known(section: str):
+    return known_keys({"data": {"name": "two_moons"}, "network": {"name": "MLP"}})[section]
+
+
+def built(config):
+    torch.manual_seed(3)
+    return build.posterior(config, DataCache()(config.data))
+
+
+def test_methods_of_one_network_or_many_count_networks_and_ensembles_count_members():
+    one_or_many = {"map", "mc_dropout", "tradi", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble"}
+    assert {*COUNTED} == one_or_many | {"laplace", "node_bnn", "rank_one_bnn", "mean_field_vi", "sghmc", "hmc"}
+    assert {name for name, method in METHODS.items() if count_setting(method) is None} == {
+        "batch_ensemble",
+        "dropout_ensemble",
+    }
+    assert all(("networks" in known(f"method.{name}")) == (name in COUNTED) for name in METHODS)
+
+
+@pytest.mark.parametrize("method", COUNTED)
+def test_several_networks_are_built_one_after_the_other(method):
+    config = moons_config(method, f"method.{method}.networks=3")[1]
+    particles = built(config).particles
+    torch.manual_seed(3)
+    network = build.network(config, DataCache()(config.data))
+    assert particles.members == 3
+    weights = {name: rows for name, rows in particles.own_parameters().items() if "layers.0" in name and rows.ndim == 3}
+    (weight,) = [rows for name, rows in weights.items() if name.endswith("weight")]
+    assert torch.equal(weight[0], network.layers[0].weight)
+    assert weight.flatten(1).unique(dim=0).shape[0] == 3
+
+
+@pytest.mark.parametrize("method", ["map", "swag"])
+def test_one_network_is_what_there_is_without_the_key(method):
+    with_key, without = built(moons_config(method, f"method.{method}.networks=1")[1]), built(moons_config(method)[1])
+    assert with_key.config() == without.config()
+    assert with_key.config()["networks"] is None
+    assert all(torch.equal(a, b) for a, b in zip(with_key.parameters(), without.parameters(), strict=True))
+
+
+def test_a_bench_of_several_networks_predicts_with_all_of_their_samples(tmp_path):
+    task, config = moons_config("swag", "method.swag.networks=3")
+    jobs.run_all(task, methods=["swag"], seeds=[0], out=tmp_path)
+    run = Run.open(tmp_path / "swag-seed0")
+    assert run.config.settings["networks"] == 3
+    assert run.measure().metrics["members/count"] == 3 * FEW["samples"]
+    assert ds.load(run.folder / "posterior").particles.members == 3
+    assert json.loads((run.folder / "training.json").read_text())["epochs"] == config.training["epochs"]
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_fewer_than_one_network_is_an_error_before_anything_is_written(count):
+    with pytest.raises(
+        ValueError, match=f"expected a number of at least 1 for moons: method.swag.networks, got {count}"
+    ):
+        moons_config("swag", f"method.swag.networks={count}")
+
+
+@pytest.mark.parametrize("method", ["deep_ensemble", "batch_ensemble"])
+def test_a_method_that_counts_otherwise_names_its_own_keys(method):
+    with pytest.raises(ValueError, match=rf"a key of \[method.{method}\] of .*members.*got 'method.{method}.networks'"):
+        moons_config(method, f"method.{method}.networks=3")
+
+
+def test_several_networks_train_on_their_own():
+    shared = ("training.together=true", "training.keep_best=false")
+    assert can_share_training(moons_config("swag", *shared)[1])
+    assert can_share_training(moons_config("swag", *shared, "method.swag.networks=1")[1])
+    assert not can_share_training(moons_config("swag", *shared, "method.swag.networks=2")[1])
+
+
+def test_several_networks_do_not_start_from_one_file():
+    sets = ["network.name=MLP", "network.inputs=2", "network.outputs=2"]
+    with pytest.raises(ValueError, match=r"got swag, whose 4 networks would all start equal; .* or networks"):
+        converted_config("swag", [*sets, "method.networks=4"])
+    assert converted_config("swag", [*sets, "method.networks=1"]).settings == {"networks": 1}
+
+
+# ------------------------------------------------------------------------------------ how members differ over training
+def read_distances(folder):
+    return read_measurements(folder / FILE, MemberDistances._fields)
+
+
+def run(folder, method: str = "deep_ensemble", *, every: int = 2, epochs: int = 5) -> Run:
+    overrides = [f"evaluation.distances_every={every}", f"training.epochs={epochs}", "training.keep_best=false"]
+    return Run(folder, run_config(load_task("moons", size="smoke", overrides=overrides), method, 0))
+
+
+def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path):
+    each = trained(run(tmp_path / "one"))
+    kept = read_distances(each.folder)
+    assert list(kept) == [0, 2, 4]
+    evaluation = each.evaluate()
+    assert evaluation.arrays["distances/epochs"].tolist() == [0, 2, 4]
+    assert evaluation.arrays["distances/over/weight"].tolist() == [found["weight"] for found in kept.values()]
+    x, y = concatenate_batches(each.loader(each.data.train))
+    now = member_distances(ds.load(each.folder / "posterior"), x, y)
+    for space, value in now._asdict().items():
+        assert evaluation.metrics[f"distances/{space}"] == pytest.approx(value, rel=1e-5), space
+    torch.manual_seed(0)
+    networks = [ds.nets.MLP(2, 2, hidden=(50, 50)) for _ in range(2)]
+    start = member_distances(ds.DeepEnsemble(networks), x, y)
+    assert kept[0]["weight"] == pytest.approx(start.weight, rel=1e-6)
+    assert kept[0]["gradient"] == pytest.approx(start.gradient, rel=1e-4)
+
+
+def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path):
+    whole = trained(run(tmp_path / "whole"))
+    train_until(run(tmp_path / "stopped"), 2)
+    path = tmp_path / "stopped" / FILE
+    assert list(read_distances(path.parent)) == [0, 2]
+    with path.open("a") as file:
+        file.write('{"epochs": 3, "wei')  # cut off in the middle of a line
+    resumed = trained(run(tmp_path / "stopped"))
+    assert read_distances(resumed.folder) == read_distances(whole.folder)
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_watching_does_not_change_the_training(tmp_path):
+    watched = trained(run(tmp_path / "watched", every=1)).evaluate().metrics["nll"]
+    task = load_task("moons", size="smoke", overrides=["training.epochs=5", "training.keep_best=false"])
+    alone = trained(Run(tmp_path / "alone", run_config(task, "deep_ensemble", 0)))
+    assert alone.evaluate().metrics["nll"] == watched
+    assert not (alone.folder / FILE).exists()
+    assert not any(key.startswith("distances/") for key in alone.evaluate().metrics)
+
+
+def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
+    task = load_task("moons", size="smoke", overrides=["evaluation.distances_every=1"])
+    results, _ = jobs.bench(task, methods=["map", "deep_ensemble"], seeds=2, out=tmp_path)
+    assert not (tmp_path / "map-seed0" / FILE).exists()
+    assert "distances/weight" not in results.methods["map"][0].metrics
+    page = (tmp_path / "report.html").read_text()
+    assert "How members differ, over training" in page
+    text = (tmp_path / "report.md").read_text()
+    table = text.split("## How far members are apart")[1].split("##")[0]
+    assert "deep_ensemble" in table
+    assert "map" not in table
+    mean = sum(each.metrics["distances/weight"] for each in results.methods["deep_ensemble"]) / 2
+    assert f"{mean:.3f}" in table
+
+
+def test_a_damaged_file_is_one_clear_error(tmp_path):
+    each = trained(run(tmp_path / "one"))
+    (each.folder / FILE).write_text('{"epochs": 0}\n')
+    with pytest.raises(ValueError, match=r"expected a whole .*distances.jsonl, got a damaged one"):
+        read_distances(each.folder)
