@@ -27,8 +27,6 @@ import dissensus as ds
 from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
 from dissensus.bench.report.tables import p_text
 from dissensus.bench.run.run_folder import provenance
-from dissensus.evaluation.corruption_curves import Corruptions
-from dissensus.bench.run.provenance import provenance
 from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.utils.parameter_groups import constant_tail, plateau_linear
 

@@ -31,8 +31,6 @@ from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.run_folder import commit, device_name
-from dissensus.core import objective
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Strategy, compute_gradients
 from dissensus.data import Batches

@@ -28,8 +28,6 @@ from rows import write_rows
 from dissensus.bench.report import figure_sections
 from dissensus.bench.report.prose import question_sentences
 from dissensus.bench.report.results import GROUPS, Results, SettingSweep, accuracies
-from dissensus.bench.report.results import Results, SettingSweep
-from dissensus.bench.report.setting_sweep import GROUPS, accuracies
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.plots import charts
 

@@ -25,16 +25,10 @@ from safetensors.torch import load
 from torch import Tensor
 
 from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT, holm_p_values, spread_of
-from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT
-from dissensus.bench.report.intervals import holm, spread_of
 from dissensus.core.description import translate_settings
 from dissensus.metrics import paired_test
 from dissensus.metrics.bootstrap import comparison, resample_counts, student_quantile
 from dissensus.metrics.classification import confidence_ece
-from dissensus.utils.renamed_settings import translate_settings
-from dissensus.metrics.bootstrap import comparison, resample_counts
-from dissensus.metrics.calibration import confidence_ece
-from dissensus.metrics.student_t import student_quantile
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"

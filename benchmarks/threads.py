@@ -20,8 +20,6 @@ from rows import write_rows
 
 import dissensus as ds
 from dissensus.bench.run.run_folder import provenance
-from dissensus.core import locks
-from dissensus.bench.run.provenance import provenance
 from dissensus.core import member_runner
 
 NETWORKS = {

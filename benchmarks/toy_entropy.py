@@ -28,10 +28,8 @@ from dissensus.bench.run import build
 from dissensus.bench.run.prediction_splits import geometry_of
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.core.errors import Diverged
-from dissensus.storage.atomic_files import write_text
 from dissensus.core.divergence import Diverged
-from dissensus.storage.run_files import write_text
+from dissensus.storage.atomic_files import write_text
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 

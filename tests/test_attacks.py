@@ -11,16 +11,12 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import attacks, metrics
-from dissensus.attacks.attack_loss import Adversarial, AttackObjective, AttackPoint
-from dissensus.attacks.constraint import Ball
+from dissensus.attacks.gradient_attacks import Adversarial, AttackObjective, AttackPoint, Ball
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.data import Batches, Standardiser
 from refusals import refuses
-from dissensus import attacks
-from dissensus.attacks.gradient_attacks import Adversarial, AttackObjective, AttackPoint, Ball
-from dissensus.data import Standardiser
 from thinning import often
 
 pytestmark = pytest.mark.usefixtures("undrawn")

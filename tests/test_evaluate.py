@@ -16,8 +16,8 @@ from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
 from dissensus.engine.prediction_loop import draw_once
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, metric_text
-from refusals import refuses
 from dissensus.evaluation.robustness_curves import Corruptions, corrupted_counts
+from refusals import refuses
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dissensus as ds
 import tiny
-from dissensus.core.summary import RunningSummary
-from dissensus.storage import blueprints
 from dissensus.core.predictive import RunningSummary
+from dissensus.storage import blueprints
 from dissensus.training.validation import validation_nll
 from refusals import refuses
 from small_cut import ScaledEnsemble

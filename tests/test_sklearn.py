@@ -18,10 +18,9 @@ from sklearn.preprocessing import FunctionTransformer  # noqa: E402
 from sklearn.utils.estimator_checks import estimator_checks_generator  # noqa: E402
 
 from dissensus.sklearn import Classifier, Regressor, load  # noqa: E402
-from dissensus.sklearn.base import split_rows  # noqa: E402
+from dissensus.sklearn.estimators import split_rows  # noqa: E402
 from refusals import refuses  # noqa: E402
 from thinning import often  # noqa: E402
-from dissensus.sklearn.estimators import split_rows  # noqa: E402
 
 SMALL = {"hidden": (16,), "members": 2, "epochs": 30, "lr": 2e-2, "random_state": 0}
 

@@ -10,9 +10,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.calibration.fit_temperature import best_temperature, minimise
-from thinning import often
 from dissensus.calibration.calibrate import best_temperature, minimise
+from thinning import often
 
 F64 = torch.float64
 

@@ -13,15 +13,15 @@ import torch
 
 import dissensus as ds
 from dissensus.bench import cli
+from dissensus.bench.cli import print_results
 from dissensus.bench.report.results import results_of_evaluations
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import build
 from dissensus.bench.run.build import check_complete
 from dissensus.bench.run.jobs import report_runs
-from dissensus.bench.run.records import read_evaluation, write_evaluation
 from dissensus.bench.run.run import Run
+from dissensus.bench.run.run_folder import read_evaluation, write_evaluation
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.terminal import print_results
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from refusals import refuses

@@ -15,10 +15,8 @@ from dissensus import attacks, metrics
 from dissensus.bench.cli import app
 from dissensus.bench.report.html_report import write_report
 from dissensus.bench.report.measures import measures
-from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.dataset_rows import standardised_batches
 from dissensus.bench.run import build, jobs
-from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.jobs import bench, results_of_runs, run_all
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.shared_training import can_share_training, companions

@@ -13,7 +13,7 @@ from dissensus.bench.run.build import check_complete
 from dissensus.bench.run_grid import axes_of, begin_cells, bench_grid, cells_of
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS
-from dissensus.evaluation.corruption_curves import Corruptions
+from dissensus.evaluation.robustness_curves import Corruptions
 from refusals import refuses
 
 TASK = """

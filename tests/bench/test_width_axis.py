@@ -30,10 +30,8 @@ from dissensus.bench.width_axis import (
     width_page,
     width_verdicts,
 )
-from dissensus.core.errors import Diverged
-from dissensus.storage.atomic_files import read_json
 from dissensus.core.divergence import Diverged
-from dissensus.storage.run_files import read_json
+from dissensus.storage.atomic_files import read_json
 from refusals import refuses
 
 

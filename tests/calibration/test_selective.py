@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.calibration.quantiles import least_rows, sort_with_mass, weighted_quantile
-from dissensus.calibration.risk_tests import binomial_bound, binomial_tail, errorless_rows, least_risk, safe_threshold
+from dissensus.calibration.conformal import least_rows, sort_with_mass, weighted_quantile
+from dissensus.calibration.selective import binomial_bound, binomial_tail, errorless_rows, least_risk, safe_threshold
 from refusals import refuses
 from thinning import often
 

@@ -8,9 +8,8 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.core.calibrated import KINDS, Calibration, Guarantee
-from dissensus.core.summary import ClassificationSummary
-from refusals import refuses
 from dissensus.core.predictive import ClassificationSummary
+from refusals import refuses
 
 x, y = torch.randn(12, 2, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 LOADER = [(x[:8], y[:8]), (x[8:], y[8:])]

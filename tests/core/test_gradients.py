@@ -13,16 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
 import tiny
+from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.divergence import amax
 from dissensus.core.gradients import Gradients, compute_gradients, looped_gradients, looped_keeping_graphs
-from dissensus.engine.training_step import EagerStep
-from dissensus.core import gradients, objective
-from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, looped_gradients, looped_keeping_graphs
 from dissensus.engine import strategies
-from dissensus.engine.eager_step import EagerStep
-from dissensus.utils.nonfinite import amax
+from dissensus.engine.training_step import EagerStep
 from dissensus.utils.tensor_tree import OwnTensors
 
 
@@ -64,7 +60,7 @@ STRATEGIES = {
     "vectorised": gradients.vectorised_gradients,
     "looped": gradients.looped_gradients,
     "looped, graphs kept": gradients.looped_keeping_graphs,
-    "automatic": objective.automatic_gradients,
+    "automatic": gradients.automatic_gradients,
 }
 
 
@@ -72,7 +68,7 @@ STRATEGIES = {
 def test_coupled_gradients_are_those_of_the_objective(strategy):
     posterior, (x, y) = coupled(), tiny.points()
     expected = by_hand(posterior, x, y)
-    losses = objective.backward(posterior, Batch(x, y), strategy)
+    losses = gradients.backward(posterior, Batch(x, y), strategy)
     assert tiny.largest_difference(tiny.gradients(posterior), expected) < 1e-10
     assert losses.shape == (3,)
     # Batch statistics move once, although the loop runs coupled members twice.
@@ -98,10 +94,10 @@ def test_both_passes_of_the_loop_drop_the_same_units():
     once = copy.deepcopy(twice)
     x, y = tiny.points()
     torch.manual_seed(3)
-    objective.backward(twice, Batch(x, y), gradients.looped_gradients)
+    gradients.backward(twice, Batch(x, y), gradients.looped_gradients)
     after = torch.rand(1)
     torch.manual_seed(3)
-    objective.backward(once, Batch(x, y), gradients.looped_keeping_graphs)
+    gradients.backward(once, Batch(x, y), gradients.looped_keeping_graphs)
     assert torch.equal(torch.rand(1), after)
     assert tiny.largest_difference(tiny.gradients(twice), tiny.gradients(once)) < 1e-10
 

@@ -11,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.bench.report.measures import measures
 from dissensus.core.batch import Batch
-from dissensus.core.regression import FAR, untrained_noise
+from dissensus.core.likelihood import FAR, untrained_noise
 
 SCALE = {"mean": [1000.0, -3.0], "std": [200.0, 0.5]}
 

@@ -14,9 +14,8 @@ from torch.optim import SGD
 import dissensus as ds
 import tiny
 from dissensus.core.posterior import Posterior
-from dissensus.core.recorder import Recorder
 from dissensus.core.trainable import TrainableModule
-from dissensus.core.weights import network_parameters
+from dissensus.core.weights import Recorder, network_parameters
 
 PAGE = Path(__file__).parents[2] / "docs" / "developing" / "adding-a-method.md"
 HOOKS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)

@@ -21,14 +21,9 @@ from skimage.color import hsv2rgb, rgb2hsv
 from skimage.filters import gaussian
 
 from dissensus.data import corruption_effects as effects
+from dissensus.data.corruption_effects import disk, jpeg_compression
 from dissensus.data.corruptions import RECIPES, corrupt
-from dissensus.data.image_arithmetic import Draws, image_keys
-from dissensus.data.corruption import blur, digital, noise, spatter, weather
-from dissensus.data.corruption.blur import disk
-from dissensus.data.corruption.image_draws import Draws, image_keys
-from dissensus.data.corruption.jpeg import jpeg_compression
-from dissensus.data.corruption.separable_maps import box_matrix, gaussian_matrix, zoom_matrix
-from dissensus.data.corruptions import RECIPES, corrupt
+from dissensus.data.image_arithmetic import Draws, box_matrix, gaussian_matrix, image_keys, zoom_matrix
 from thinning import often
 
 # -------------------------------------------------------------- without chance: Pillow, scikit-image, OpenCV and SciPy
@@ -437,7 +432,7 @@ def test_normal_noise_has_the_published_standard_deviation(name: str, severity: 
     std = RECIPES[name][severity - 1].constants[0] * (255 if name == "gaussian_noise" else level)
     noisy = corrupt(grey_image(level), name, severity).double()
     n = noisy.numel()
-    # ±5σ stays within 0 … 255: mean and variance are those of the noise, cut to whole levels
+    # ±5σ stays within 0 … 255: mean and variance are those of the corruption_effects, cut to whole levels
     assert abs(noisy.mean() - (level - 0.5)) < 4 * std / n**0.5
     variance = std**2 + 1 / 12
     assert abs(noisy.var() - variance) < 4 * variance * (2 / n) ** 0.5

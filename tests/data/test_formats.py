@@ -16,11 +16,16 @@ import torch
 from scipy.io import savemat
 
 from dissensus.data import digits, fashion
-from dissensus.data.file_formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
-from dissensus.data.numpy_files import npz_arrays
-from dissensus.data.shipped import regression_points
-from dissensus.data.untrusted_files import matlab_arrays
-from dissensus.data.file_formats import npz_arrays, read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.file_formats import (
+    matlab_arrays,
+    npz_arrays,
+    read_cifar_binary,
+    read_cifar_python,
+    read_idx,
+    read_mat,
+    read_npz,
+)
+from dissensus.data.toy import regression_points
 from refusals import refuses
 from thinning import often
 

@@ -16,10 +16,8 @@ from workers import said, workers
 
 import dissensus as ds
 import tiny
-from dissensus.distributed.hang_detector import STATUS, HangDetector
 from dissensus.distributed.init import check_shared_folder
-from dissensus.distributed.preemption import SLACK, Interruptions
-from dissensus.training.distributed_checkpoint import newest_checkpoint, read_distributed, write_distributed
+from dissensus.distributed.interruptions import SLACK, STATUS, HangDetector, Interruptions
 from dissensus.training.checkpoint import newest_checkpoint, read_distributed, write_distributed
 from thinning import often
 

@@ -15,11 +15,17 @@ from dissensus.core.member_runner import ONE_LANE
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import inference_context
 from dissensus.data import Batches
-from dissensus.engine import captured_prediction, cuda_graphs
-from dissensus.engine.captured_prediction import CapturedFunction
-from dissensus.engine.cuda_graphs import MOST_GRAPHS, CapturedCalls, Graph
-from dissensus.engine.graph_constants import Constants, NotConstant, failure_reason
-from dissensus.engine.precision import precision_context
+from dissensus.engine import cuda_graphs
+from dissensus.engine.cuda_graphs import (
+    MOST_GRAPHS,
+    CapturedCalls,
+    CapturedFunction,
+    Constants,
+    Graph,
+    NotConstant,
+    failure_reason,
+)
+from dissensus.engine.prediction_loop import precision_context
 from dissensus.engine.tracing import any_batch_size
 from dissensus.kernels import multi_tensor, weight_cache
 
@@ -206,7 +212,7 @@ class Repeated:
 
 @pytest.fixture
 def graphs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_prediction, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graphs, "Graph", Repeated)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

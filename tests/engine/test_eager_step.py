@@ -9,7 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Member, Particles
-from dissensus.engine.eager_step import clip_members
+from dissensus.engine.training_step import clip_members
 from dissensus.utils.tensor_tree import TensorTree
 from thinning import thinned
 

@@ -18,11 +18,9 @@ from dissensus.core.batch import Batch
 from dissensus.core.posterior import inference_context
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
-from dissensus.engine.captured_prediction import CapturedFunction
-from dissensus.engine.precision import precision_context
-from refusals import refuses
 from dissensus.engine.cuda_graphs import CapturedFunction
 from dissensus.engine.prediction_loop import precision_context
+from refusals import refuses
 
 pytestmark = [
     pytest.mark.gpu,

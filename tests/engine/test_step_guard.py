@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.engine import async_checks
-from dissensus.engine.async_checks import AsyncHostCopy, LateChecks, Timer, delay_by_one, largest_input
-from dissensus.engine.eager_step import EagerStep
-from dissensus.engine.step_guard import Guard
+from dissensus.engine import prediction_loop
+from dissensus.engine.prediction_loop import AsyncHostCopy, LateChecks, Timer, delay_by_one, largest_input
 from dissensus.engine.training_step import EagerStep, Guard
 from refusals import refuses
 from thinning import thinned
@@ -330,22 +328,22 @@ def test_checks_may_be_several_batches_late_but_few_if_inputs_are_large(monkeypa
     late.finish()
     assert done == list(range(6))
     x = torch.zeros(5, device="meta")  # 20 bytes on a device other than the host
-    monkeypatch.setattr(async_checks, "MOST", 45)
+    monkeypatch.setattr(prediction_loop, "MOST", 45)
     late.add_input_check(torch.zeros(5))
     assert late.delay == 3
     late.add_input_check(x)
     assert late.delay == 2
-    monkeypatch.setattr(async_checks, "MOST", 1)
+    monkeypatch.setattr(prediction_loop, "MOST", 1)
     late.add_input_check(x)
     assert late.delay == 1
 
 
 def test_inputs_that_were_not_finite_raise_also_if_they_have_been_overwritten():
     x = torch.zeros(3, 2)
-    async_checks.check_input_values(torch.tensor(1.0), x)
-    refuses(lambda: async_checks.check_input_values(torch.tensor(float("nan")), x), "overwritten")
+    prediction_loop.check_input_values(torch.tensor(1.0), x)
+    refuses(lambda: prediction_loop.check_input_values(torch.tensor(float("nan")), x), "overwritten")
     x[1] = float("inf")
-    refuses(lambda: async_checks.check_input_values(torch.tensor(float("inf")), x), "row 1")
+    refuses(lambda: prediction_loop.check_input_values(torch.tensor(float("inf")), x), "row 1")
 
 
 def test_on_the_host_everything_is_there_already():

@@ -7,11 +7,10 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles
+from dissensus.layers import batch_norm
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers import frozen_norm
-from dissensus.layers.conversion import convert_layer
-from dissensus.layers.reestimate_batch_norm import refresh_statistics
 from dissensus.layers.batch_norm import refresh_statistics
+from dissensus.layers.conversion import convert_layer
 from dissensus.utils.batch_norm_names import statistics_names
 from refusals import refuses
 
@@ -242,9 +241,9 @@ def layer(monkeypatch):
     def called(*_):
         raise AssertionError("the kernel was called")
 
-    monkeypatch.setattr(frozen_norm._NormaliseFunction, "apply", called)
+    monkeypatch.setattr(batch_norm._NormaliseFunction, "apply", called)
     monkeypatch.setattr(kernels, "find_triton", lambda: kernels)
-    return convert_layer(nn.BatchNorm2d(3).eval(), frozen_norm.FrozenNorm)
+    return convert_layer(nn.BatchNorm2d(3).eval(), batch_norm.FrozenNorm)
 
 
 def test_activations_that_torch_refuses_do_not_reach_the_kernel(layer):

@@ -13,9 +13,8 @@ import tiny
 from dissensus import theory
 from dissensus.core.batch import Batch
 from dissensus.layers.conversion import ConvertedLayer
-from dissensus.methods.parts.embedded_posterior import collapse_note
-from refusals import refuses
 from dissensus.methods.embedded_ensembles import collapse_note
+from refusals import refuses
 from thinning import often
 
 SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)

@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.sghmc import CycleSnapshots
+from dissensus.methods.hmc import CycleSnapshots
 from refusals import refuses
 from thinning import often
 

@@ -14,8 +14,8 @@ from dissensus.core import gradients
 from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT, SVGD, FeatureRDE, FoRDE, FunctionRDE, WeightRDE
-from dissensus.methods.lit import squared_cosines
-from dissensus.methods.parts.repulsion_strength import Strength
+from dissensus.methods.forde import squared_cosines
+from dissensus.methods.parts.repulsion import Strength
 from dissensus.numerics.lengthscales import pca_lengthscales
 from dissensus.numerics.rbf_kernels import BANDWIDTHS
 from dissensus.training.validation import validation_nll

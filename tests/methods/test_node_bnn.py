@@ -10,7 +10,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 import dissensus as ds
 import tiny
-from dissensus.layers.frozen_norm import FrozenNorm
+from dissensus.layers.batch_norm import FrozenNorm
 from dissensus.methods.parts.node_latents import (
     RELEASED,
     Complexity,
@@ -23,8 +23,6 @@ from dissensus.methods.parts.node_latents import (
     sample_for_examples,
     surrogate_kl,
 )
-from dissensus.layers.batch_norm import FrozenNorm
-from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
 from dissensus.methods.parts.node_posterior import NodeFunctions
 from dissensus.utils.batch_norm_names import statistics_layers
 from refusals import refuses

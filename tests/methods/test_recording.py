@@ -8,7 +8,7 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.methods import SWA, SWAG, TRADI, SnapshotEnsemble, track
-from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles, evenly_spaced
+from dissensus.methods.snapshots import Snapshots, cosine_cycles, evenly_spaced
 from dissensus.utils.counts import Count
 from dissensus.utils.parameter_groups import constant_tail
 from refusals import refuses

@@ -11,10 +11,9 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
-from dissensus.methods.parts.kalman import WeightFilters, kalman_step
+from dissensus.methods.tradi import WeightFilters, kalman_step
 from dissensus.training.validation import can_keep_epoch, draw_for_validation, validation_nll
 from dissensus.utils.parameter_groups import plateau_linear
-from dissensus.methods.tradi import kalman_step
 from refusals import refuses
 
 

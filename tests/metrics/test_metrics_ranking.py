@@ -11,8 +11,8 @@ import sklearn.metrics
 import torch
 
 from dissensus import metrics
-from dissensus.metrics.calibration import confidence_ece
-from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
+from dissensus.metrics.classification import confidence_ece
+from dissensus.metrics.ranking import RankedCounts, ranked_counts
 from refusals import refuses
 
 

@@ -10,8 +10,7 @@ import sklearn.metrics
 import torch
 
 from dissensus import metrics
-from dissensus.metrics.calibration import confidence_bin
-from dissensus.metrics.proper_scores import mean_of_present
+from dissensus.metrics.classification import confidence_bin, mean_of_present
 
 
 # --------------------------------------------------------------------------------------- accuracy, NLL, Brier and mIoU

@@ -10,8 +10,8 @@ from torch import nn
 import dissensus as ds
 from dissensus.bench.run.build import required_keywords
 from dissensus.nets import NETS
-from dissensus.nets.enet import unpool
-from dissensus.nets.pspnet import features
+from dissensus.nets.resnet import features
+from dissensus.nets.segmentation_nets import unpool
 from refusals import refuses
 from thinning import often
 

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from dissensus.data.corruption.image_draws import Draws, image_keys
+from dissensus.data.image_arithmetic import Draws, image_keys
 from dissensus.kernels.weight_cache import _CastCacheMode
-from dissensus.methods.parts.comparison_spaces import normal_from_step
+from dissensus.methods.parts.repulsion import normal_from_step
 from dissensus.numerics.hashing import WEYL, as_signed, mix_bits, shift_right
 from dissensus.numerics.randomness import (
     RandomnessDetector,

@@ -10,9 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import dissensus as ds
-from dissensus.bench.report import curve_figures
+from dissensus.bench.report import figure_sections
 from dissensus.bench.report.results import results_of_evaluations
-from dissensus.plots import charts, method_panels, segmentation_maps
+from dissensus.plots import charts, segmentation_maps
 from refusals import refuses
 from thinning import often
 
@@ -178,17 +178,15 @@ NAMES = ["deep_ensemble", "a name that is too long to stand anywhere", *(f"forde
 def bands(count: int) -> Figure:
     where = np.linspace(-10, 10, 51)
     members = np.stack([np.sin(where + i) for i in range(4)])
-    band = method_panels.Band(members.mean(0), members.std(0), members)
+    band = charts.Band(members.mean(0), members.std(0), members)
     methods = dict.fromkeys(NAMES[:count], band)
-    return method_panels.band_figure(
-        where, methods, seen=(where[::5], np.sin(where[::5])), palette=charts.colours(NAMES)
-    )
+    return charts.band_figure(where, methods, seen=(where[::5], np.sin(where[::5])), palette=charts.colours(NAMES))
 
 
 def maps(count: int) -> Figure:
     square = np.random.default_rng(0).uniform(0, 1.6, (9, 9))
     points = np.random.default_rng(1).normal(size=(20, 2))
-    return method_panels.entropy_maps(
+    return charts.entropy_maps(
         dict.fromkeys(NAMES[:count], square), window=(-7, 7, -7, 7), largest=1.6, seen=(points, np.arange(20) % 5)
     )
 
@@ -196,14 +194,14 @@ def maps(count: int) -> Figure:
 def distances(count: int) -> Figure:
     epochs = np.arange(0, 3001, 100)
     curve = {name: (epochs, 1000.0 + i + np.exp(-epochs / 500)) for i, name in enumerate(NAMES[:count])}
-    return curve_figures.distance_figure(dict.fromkeys(curve_figures.SPACES, curve), palette=charts.colours(NAMES))
+    return figure_sections.distance_figure(dict.fromkeys(figure_sections.SPACES, curve), palette=charts.colours(NAMES))
 
 
 def sweep(seeds: int) -> Figure:
     values = {f"forde-{alpha}": alpha for alpha in (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)}
     numbers = 0.9 + 0.001 * np.arange(6 * seeds).reshape(seeds, 6)
     methods = dict(zip(values, numbers.T, strict=True)) | {"deep_ensemble": np.full(seeds, 0.9)}
-    return curve_figures.sweep_figure(
+    return figure_sections.sweep_figure(
         dict.fromkeys(("clean", "damaged", "both"), methods), values, key="alpha", label="forde", chosen="forde-0.4",
         palette=charts.colours(list(methods)),
     )  # fmt: skip
@@ -284,7 +282,7 @@ def test_the_chosen_value_is_marked_on_the_curve():
     assert marked.get_xdata() == [0.4]
     assert marked.get_ydata() == pytest.approx([values.mean(0)[3]])
     low, high = figure.axes[0].get_ylim()
-    assert high - low >= curve_figures.SPAN
+    assert high - low >= figure_sections.SPAN
 
 
 def test_more_methods_than_colours_still_have_one_each():
@@ -299,7 +297,7 @@ def test_implicit_corruptions_stand_beside_the_image_with_their_change_below(cha
     rng = np.random.default_rng(0)
     before = rng.random((2, channels, 5, 6))
     after = before[:, None] + 0.1 * rng.standard_normal((2, 3, channels, 5, 6))
-    figure = method_panels.implicit_figure(before, after, largest=0.2, title="a method")
+    figure = charts.implicit_figure(before, after, largest=0.2, title="a method")
     shown = [axes.images[0].get_array() if axes.images else None for axes in figure.axes]
     assert len(shown) == 2 * 2 * (1 + 3)  # two rows for each of two images
     assert shown[4] is None  # nothing has changed in the image itself

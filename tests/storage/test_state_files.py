@@ -17,7 +17,7 @@ from torch import nn
 import dissensus as ds
 from dissensus.storage import atomic_files
 from dissensus.storage.atomic_files import STRAY_SECONDS, remove_strays, replace_file, temporary_name, write_atomically
-from dissensus.storage.checksummed import CONFIG, TENSORS
+from dissensus.storage.folder import CONFIG, TENSORS
 from refusals import refuses
 from saved_files import config_of, reseal, tamper
 from thinning import often

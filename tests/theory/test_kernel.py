@@ -13,11 +13,10 @@ from torch import nn
 import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.bench import theory_studies
-from dissensus.bench.report.estimates import array_over, mean_interval, slope_weights
+from dissensus.bench.report.comparisons import array_over, mean_interval, slope_weights
 from dissensus.nets import Erf, Residual
-from dissensus.theory.covariances import UnitMoments, patch_means
-from refusals import refuses
 from dissensus.theory.wide_kernel import UnitMoments, patch_means
+from refusals import refuses
 from thinning import often
 
 # Made by benchmarks/make_kernel_vectors.py

@@ -11,8 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus import Modulation, theory
 from dissensus.layers.call_order import trace_calls
-from dissensus.theory.regime import regime_kind, wide_limit
-from dissensus.theory.wide_limit import unavoidable_layers
+from dissensus.theory.regime import regime_kind, unavoidable_layers, wide_limit
 from refusals import refuses
 from thinning import often
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import dissensus as ds
 import tiny
 from dissensus.data import Batches
-from dissensus.storage.checksummed import CHECKSUM, METADATA, checksum
+from dissensus.storage.folder import CHECKSUM, METADATA, checksum
 from dissensus.utils.checks import fraction, integer, number, one_of
 from refusals import refuses
 

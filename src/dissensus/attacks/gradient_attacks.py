@@ -10,11 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.attacks.attack_loss import Adversarial, AttackObjective, Draw
-from dissensus.attacks.constraint import Ball, Bounds, Norm
-from dissensus.core.posterior import Posterior
-from dissensus.data.input_transforms import Standardiser
-from dissensus.utils.checks import integer, number
 from dissensus.core.batch import Batch, call_network
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
@@ -22,7 +17,7 @@ from dissensus.core.member_runner import first_line
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, checked_prediction, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.methods.parts.repulsion import differentiate
 from dissensus.utils.checks import integer, number, one_of
 

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from dissensus.core.calibrated import Calibration
 from dissensus.core.predictive import (
+    ClassificationPredictive,
+    ClassificationSummary,
     Predictive,
     RegressionPredictive,
     RegressionSummary,
     SummaryPredictive,
+    entropy_terms,
     tail_probability,
 )
-from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, tail_probability
-from dissensus.core.summary import ClassificationSummary, RegressionSummary, SummaryPredictive
 from dissensus.metrics.classification import confidence_bin
-from dissensus.numerics.entropy import entropy_terms
 from dissensus.numerics.isotonic import between_knots
 
 

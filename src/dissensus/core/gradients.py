@@ -6,8 +6,6 @@ the other, work everywhere and give the same results; the engines add compiled, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, cast

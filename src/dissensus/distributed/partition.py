@@ -17,24 +17,12 @@ from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch, Inputs, call_network, map_tensors
 from dissensus.core.collectives import Exchange
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import expand_weight
 from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
-from dissensus.core.recorder import Recorder
-from dissensus.core.divergence import Diverged
-from dissensus.core.loader import Loader
-from dissensus.core.member import tensors_by_name
-from dissensus.core.posterior import Posterior
 from dissensus.core.weights import Recorder
-from dissensus.distributed.consistency import (
-    check_batches,
-    check_equal_tensors,
-    check_independent_rows,
-    example_weights,
-    select_rows,
-)
 from dissensus.distributed.init import is_connected, start
 from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, tree_checksum
 from dissensus.distributed.mesh import mesh as make_mesh
@@ -129,7 +117,7 @@ class TrainingPartition:
         use_channels_last(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
         self._broadcast_tensors()
         device = self.posterior.device
-        restore_generators(self.broadcast_object(generator_states(device)), device, mine=True)
+        restore_generators(self.broadcast_object(generator_states(device)), device)
 
     @torch.no_grad()
     def _broadcast_tensors(self) -> None:

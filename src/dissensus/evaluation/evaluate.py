@@ -11,32 +11,22 @@ from typing import Any
 import torch
 
 from dissensus.calibration.selective import Gate
-from dissensus.core.loader import Loader
-from dissensus.core.posterior import Posterior, expect_posterior
-from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
-from dissensus.core.regression import RealTargets
-from dissensus.data.input_transforms import Standardiser
-from dissensus.engine.precision import PredictionPrecision
-from dissensus.engine.prediction_loop import FixedDraw, draw_once
-from dissensus.evaluation import robustness_curves, row_metrics, segmentation
-from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
-from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
-from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
-from dissensus.methods.parts.embedded_posterior import collapse_note
-from dissensus.calibration.gate import Gate
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, draw_once
-from dissensus.evaluation import classification, regression, segmentation
-from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
-from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
+from dissensus.evaluation import robustness_curves, row_metrics, segmentation
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
+from dissensus.evaluation.robustness_curves import (
+    AttackCurves,
+    AttackedInputs,
+    CorruptedCounts,
+    Corruptions,
+)
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import one_of
 from dissensus.utils.progress import LoaderProgress

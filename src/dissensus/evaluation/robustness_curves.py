@@ -15,14 +15,13 @@ from torch import Tensor
 
 from dissensus import attacks, metrics
 from dissensus.attacks import implicit_corruptions
-from dissensus.attacks.attack_loss import Draw
-from dissensus.attacks.constraint import Ball, Bounds, Norm
+from dissensus.attacks.gradient_attacks import Ball, Bounds, Draw, Norm
 from dissensus.calibration.conformal import mutual_information
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import FunctionPartition
+from dissensus.core.loader import map_batches
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.core.processes import map_batches
 from dissensus.data import corruptions
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw

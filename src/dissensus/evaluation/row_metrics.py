@@ -8,7 +8,7 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.calibration.calibrations import RecalibratedRegression
 from dissensus.calibration.conformal import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
-from dissensus.core.summary import SummaryPredictive
+from dissensus.core.predictive import SummaryPredictive
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 
 CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")

@@ -158,7 +158,7 @@ class Surface:
 
     def plot(self) -> Any:
         """A matplotlib Figure: contours of the loss on a logarithmic scale, with the members marked."""
-        from dissensus.plots.method_panels import surface_figure  # loads matplotlib
+        from dissensus.plots.charts import surface_figure
 
         several = len(self.marks) > 1
         xlabel = "distance of weights" if several else "in norms of filters"

@@ -14,8 +14,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, join_families
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import has_attention, network_lock
-from dissensus.core.member_runner import network_lock
+from dissensus.core.member_runner import has_attention, network_lock
 from dissensus.core.networks import Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
 from dissensus.core.prior import PriorKeywords

@@ -23,19 +23,13 @@ from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
-from dissensus.core.regression import noise_warning
 from dissensus.methods.parts import last_layer as last_layers
-from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LastLayer, Precision, Structure
 from dissensus.methods.parts.last_layer import (
     Curvature,
     CurvatureSums,
     LastLayer,
     Precision,
     Structure,
-    add_batch_curvature,
-    check_precision,
-    last_layer,
-    resolve_precision,
 )
 from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior, stack_networks
 from dissensus.numerics.randomness import own_generator

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.recorder import Recorder
-from dissensus.core.weights import Weights
+from dissensus.core.weights import Recorder, Weights
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.utils.checks import integer
 from dissensus.utils.counts import Count, HostCopy

@@ -18,19 +18,14 @@ from torch.optim import Optimizer
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.core.recorder import Recorder
-from dissensus.core.weights import Weights
-from dissensus.kernels.multi_tensor import Chunks
 from dissensus.core.weights import Recorder, Weights
-from dissensus.methods.parts.kalman import Drift, WeightFilters
+from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
 from dissensus.numerics.flat_weights import Block, state_dtype
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.counts import Count
-from dissensus.utils.dtensor import gather_full_tensor, local_part, shard_like
+from dissensus.utils.sharding import gather_full_tensor, local_part, shard_like
 from dissensus.utils.tensor_tree import Tensors, TensorTree
-from dissensus.utils.sharding import gather_full_tensor, shard_like
-from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 

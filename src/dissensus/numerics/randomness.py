@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dissensus.utils.torch_private import TorchDispatchMode
 
@@ -48,6 +49,20 @@ def without_advancing() -> Iterator[None]:
         _thread.looks_ahead = before
 
 
+def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The states of torch's generators, the host's and the device's."""
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    """Puts torch's generators into these states, where they have others."""
+    host, there = states
+    if not torch.equal(torch.default_generator.get_state(), host):
+        torch.default_generator.set_state(host)
+    if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
+        torch.cuda.set_rng_state(there, device)
+
+
 @contextmanager
 def preserve_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Restores the states of torch's generators, the host's and the device's, afterwards, where they have changed.
@@ -55,16 +70,12 @@ def preserve_random_state(device: torch.device, *, mine: Callable[[], bool] = la
     `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
     state is not restored, because these threads would get the same numbers twice.
     """
-    host = torch.default_generator.get_state()
-    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    before = generator_states(device)
     try:
         yield
     finally:
         if mine() or threading.active_count() == 1:
-            if not torch.equal(torch.default_generator.get_state(), host):
-                torch.default_generator.set_state(host)
-            if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
-                torch.cuda.set_rng_state(there, device)
+            restore_generators(before, device)
 
 
 def save_random_state() -> Callable[[], None]:

@@ -28,25 +28,17 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor, nn
 
-from dissensus.calibration.conformal import lac
 from dissensus.calibration.calibrate import temperature_scale
-from dissensus.calibration.conformal import ConformalScore, conformal
-from dissensus.calibration.conformal_scores import lac
-from dissensus.calibration.conformal_sets import Conformal
-from dissensus.calibration.quantiles import least_rows
+from dissensus.calibration.conformal import Conformal, ConformalScore, conformal, lac, least_rows
 from dissensus.core.calibrated import stored_guarantees
+from dissensus.core.description import to_json_values
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, RealTargets
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.core.regression import HeteroscedasticRegression, RealTargets
-from dissensus.data.input_transforms import Standardiser
-from dissensus.sklearn.base import TABLE, TableEstimator
 from dissensus.data.batches import Batches, check_index
-from dissensus.data.input_transforms import TableInputs
+from dissensus.data.input_transforms import Standardiser, TableInputs
 from dissensus.data.splits import split_indices
-from dissensus.core.predictive import CategoricalPredictive
-from dissensus.data.standardise import Standardiser
 from dissensus.data.table_encoding import TableEncoder, comparable_values, table_columns
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
@@ -58,7 +50,6 @@ from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 from dissensus.utils.checks import fraction, integer, number, one_of
 from dissensus.utils.file_errors import read_errors
-from dissensus.utils.json_values import to_json_values
 from dissensus.utils.parameter_groups import optimizer_refusal
 
 MEMBERS = 5

@@ -19,7 +19,7 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
-from dissensus.core.description import describe_network, layer_lines, to_json_values
+from dissensus.core.description import describe_network, layer_lines, to_json_values, translate_settings
 from dissensus.core.likelihood import Likelihood, RealTargets
 from dissensus.core.loader import connected_mesh
 from dissensus.core.member import state_names
@@ -45,7 +45,6 @@ from dissensus.utils.file_errors import read_errors
 from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
 from dissensus.utils.module_state import differing_attribute
 from dissensus.utils.sharding import gather_full_tensor, local_part
-from dissensus.utils.renamed_settings import translate_settings
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"

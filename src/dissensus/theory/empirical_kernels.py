@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, inference_context
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear
 from dissensus.theory.kernel_inputs import check_budget, checked_pair
 from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import TensorPlaces, call_with_tensors

@@ -39,13 +39,11 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles, Rows, copy_likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.layers.batch_norm import statistics_mode
 from dissensus.layers.call_order import TracedCalls, layer_chain, trace_calls
 from dissensus.layers.conversion import CONVERTIBLE, CONVOLUTIONS, READERS
-from dissensus.layers.modulated import ModulatedLayer
-from dissensus.layers.reestimate_batch_norm import statistics_mode
-from dissensus.theory.activations import piecewise_linear_moments
-from dissensus.layers.conversion import CONVERTIBLE
 from dissensus.layers.factored import ModulatedLayer
+from dissensus.theory.activations import piecewise_linear_moments
 from dissensus.theory.kernel_inputs import check_examples
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.tensor_tree import Tensors

@@ -21,16 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from dissensus.core.summary import RegressionSummary
-from dissensus.nets.blocks import Residual
-from dissensus.nets.mlp import MLP
-from dissensus.nets.ntk import NTKLinear
-from dissensus.theory.activations import ACTIVATIONS, Activation, activation_of, is_expanded
+from dissensus.core.predictive import RegressionSummary
 from dissensus.nets.blocks import NTKLinear, Residual
 from dissensus.nets.mlp import MLP
-from dissensus.theory import covariances
-from dissensus.theory.activations import ACTIVATIONS, activation_of, is_expanded
-from dissensus.theory.covariances import Positions, UnitMoments
+from dissensus.theory.activations import ACTIVATIONS, Activation, activation_of, is_expanded
 from dissensus.theory.kernel_inputs import check_budget, check_kernels, checked_pair, variance_of
 from dissensus.utils.checks import number, one_of
 

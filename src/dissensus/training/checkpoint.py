@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.calibrated import STATE
-from dissensus.core.description import describe_likelihood, differences
+from dissensus.core.description import describe_likelihood, differences, to_json_values, translate_settings
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
@@ -39,27 +39,9 @@ from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.numerics.randomness import generator_states
 from dissensus.storage.atomic_files import replace_file
-from dissensus.training.checkpoint_match import (
-    checkpoint_mismatches,
-    describe_run,
-    warn_of_overridden,
-    without_stale_draws,
-)
-from dissensus.training.distributed_checkpoint import (
-    has_only_checkpoints,
-    newest_checkpoint,
-    read_distributed,
-    write_distributed,
-)
-from dissensus.training.epochs import PartialEpoch
-from dissensus.training.history import Best, Epoch, History
+from dissensus.training.history import Best, Epoch, History, PartialEpoch
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.sharding import is_divided
-from dissensus.training.history import Best, Epoch, History, PartialEpoch
-from dissensus.utils.dtensor import is_divided
-from dissensus.utils.file_errors import read_errors
-from dissensus.utils.json_values import to_json_values
-from dissensus.utils.renamed_settings import translate_settings
 
 log = logging.getLogger("dissensus")
 

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.batch import Batch, SmallBatchGuard
+from dissensus.core.gradients import check_trainable
+from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
-from dissensus.core.locks import lock_for_training
-from dissensus.core.objective import check_trainable
 from dissensus.core.member_runner import lock_for_training
 from dissensus.core.posterior import Posterior, expect_posterior, refresh
-from dissensus.core.regression import RealTargets
 from dissensus.distributed.interruptions import Interruptions
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training

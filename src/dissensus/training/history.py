@@ -13,9 +13,8 @@ from torch import Tensor
 from dissensus.core.loader import Loader
 from dissensus.engine.memory import Memory
 from dissensus.numerics.randomness import generator_states, preserve_random_state
-from dissensus.utils.pandas_rows import as_dataframe
-from dissensus.utils.progress import Progress
 from dissensus.utils.arrays import as_dataframe
+from dissensus.utils.progress import Progress
 
 
 @dataclass

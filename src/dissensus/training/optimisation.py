@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.landscape.sharpness import sharpness_on_batch
-from dissensus.methods.parts.embedded_posterior import gamma_note
+from dissensus.methods.embedded_ensembles import gamma_note
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.training.history import Epoch
 from dissensus.utils.parameter_groups import check_optimizer, decay_warnings, mixing_warnings

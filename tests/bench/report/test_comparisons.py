@@ -13,16 +13,24 @@ from dissensus.bench.report import measures as of_measures
 from dissensus.bench.report.comparisons import (
     MethodComparison,
     ResampledMeasure,
+    Spread,
+    VerdictWords,
+    array_over,
+    claim_of,
     compare_methods,
     comparison_family,
+    holm_level,
+    holm_p_values,
+    mean_interval,
     resample_measure,
+    slope_weights,
+    spread_of,
+    verdicts,
 )
-from dissensus.bench.report.estimates import VerdictWords, array_over, claim_of, mean_interval, slope_weights, verdicts
-from dissensus.bench.report.intervals import Spread, holm, holm_level, spread_of, student_quantile, student_tail
 from dissensus.bench.report.measures import Measure, measures
 from dissensus.bench.report.tables import signed_text
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.metrics.bootstrap import resample_counts
+from dissensus.metrics.bootstrap import resample_counts, student_quantile, student_tail
 
 NLL = Measure("nll", "NLL", "test", "low", samples=(("test/nll",),))
 
@@ -214,7 +222,7 @@ def test_interval_and_p_value_of_a_comparison_never_disagree():
 
 def test_a_family_may_be_adjusted_by_holm():
     pairs = {("nll", str(i)): comparison(difference) for i, difference in enumerate((2.5, 3.5, 0.1))}
-    alone, together = comparison_family(pairs | {("nll", "none"): None}), comparison_family(pairs, holm=True)
+    alone, together = comparison_family(pairs | {("nll", "none"): None}), comparison_family(pairs, holm_p_values=True)
     assert list(alone.p_values) == [("nll", "0"), ("nll", "1"), ("nll", "2")]
     assert [p < 0.05 for p in alone.p_values.values()] == [True, True, False]
     assert list(together.p_values.values()) == pytest.approx(
@@ -223,7 +231,7 @@ def test_a_family_may_be_adjusted_by_holm():
     for pair, each in together.comparisons.items():
         interval = each.interval(together.level)
         assert (interval.lower <= 0 <= interval.upper) == (together.p_values[pair] >= 0.05)
-    assert comparison_family({}, holm=True).level == 0.95
+    assert comparison_family({}, holm_p_values=True).level == 0.95
 
 
 def comparison(difference: float) -> MethodComparison:
@@ -321,9 +329,9 @@ def test_an_interval_holds_zero_exactly_where_p_is_not_below():
 
 
 def test_holm_is_the_step_down_procedure_and_its_intervals_agree():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm_p_values([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm_p_values([0.5, 0.9]) == [1.0, 1.0]
+    assert holm_p_values([]) == []
     draw = random.Random(1)
     for _ in range(300):
         several = [
@@ -331,7 +339,7 @@ def test_holm_is_the_step_down_procedure_and_its_intervals_agree():
         ]
         alone = [each.p_value(mean) for each, mean in several]
         level = holm_level(alone)
-        for (each, mean), adjusted in zip(several, holm(alone), strict=True):
+        for (each, mean), adjusted in zip(several, holm_p_values(alone), strict=True):
             assert (abs(mean) > each.half_width(level)) == (adjusted < 0.05)
 
 

@@ -18,19 +18,22 @@ from dissensus.bench.report.published_numbers import (
 )
 from dissensus.bench.report.report_figures import guarantee_section
 from dissensus.bench.report.results import (
+    CRITERION,
     Results,
-    SweptSetting,
+    SettingSweep,
+    accuracies,
     csv_text,
     results_of_evaluations,
+    sweep_of,
+    sweep_sentence,
     table_rows,
     table_text,
 )
-from dissensus.bench.report.setting_sweep import CRITERION, accuracies, sweep_of, sweep_sentence
-from dissensus.bench.run.extra_measures import with_choice
+from dissensus.bench.run.evaluate_run import with_choice
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.task.config import load_task
-from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.robustness_curves import CorruptedCounts
 from dissensus.plots.charts import colours
 
 
@@ -105,7 +108,7 @@ def swept(validation: dict[str, list[float]], test: dict[str, float]) -> Results
     }
     methods["deep_ensemble"] = [Evaluation("classification", {"accuracy": 0.5}, {}, "entropy")]
     values = {"forde": 0.0, "forde-a": 0.4, "forde-b": 1.0}
-    return results(methods, baseline="deep_ensemble", sweep=SweptSetting("alpha", values))
+    return results(methods, baseline="deep_ensemble", sweep=SettingSweep("alpha", values))
 
 
 def test_the_choice_is_made_on_validation_rows_whatever_the_test_says():
@@ -129,7 +132,7 @@ def test_equal_values_choose_the_smallest_and_one_value_is_no_sweep():
         {"forde": [0.5], "forde-a": [0.5], "forde-b": [0.5]}, dict.fromkeys(("forde", "forde-a", "forde-b"), 0.1)
     )
     assert sweep_of(found).chosen == "forde"
-    assert sweep_of(results({"forde": [evaluation(rmse=1.0)]}, sweep=SweptSetting("alpha", {"forde": 0.0}))) is None
+    assert sweep_of(results({"forde": [evaluation(rmse=1.0)]}, sweep=SettingSweep("alpha", {"forde": 0.0}))) is None
 
 
 def test_severities_are_grouped_as_far_as_they_were_measured():

@@ -11,12 +11,11 @@ from PIL import Image
 
 import dissensus as ds
 from dissensus.bench.report.measures import as_square, plane_limits, region_keys, region_words
-from dissensus.bench.rows.low_dimensional import GEOMETRIES, line_geometry
-from dissensus.bench.rows.named_sets import SETS
+from dissensus.bench.rows.named_sets import GEOMETRIES, SETS, line_geometry
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.rows.user_data import read_table
 from dissensus.bench.run import jobs
-from dissensus.bench.run.extra_measures import with_grid
+from dissensus.bench.run.evaluate_run import with_grid
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config

@@ -13,19 +13,15 @@ import dissensus as ds
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run import build, jobs
 from dissensus.bench.run.convert import converted_config
-from dissensus.bench.run.provenance import commit
-from dissensus.bench.run.records import read_evaluation
-from dissensus.bench.run.run import Run
-from dissensus.bench.run.run_folder import remove_unused_run
-from dissensus.bench.run.shared_training import can_share_training
-from dissensus.bench.run.training_watch import FILE, concatenate_batches, read_measurements
-from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.run_folder import commit, read_evaluation, remove_unused_run
+from dissensus.bench.run.shared_training import can_share_training
+from dissensus.bench.run.training_watch import DISTANCES, concatenate_batches, read_measurements
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.schema import count_setting, known_keys
+from dissensus.bench.task.objects import count_setting
+from dissensus.bench.task.schema import known_keys
 from dissensus.evaluation.evaluate import evaluate
-from dissensus.evaluation.member_distances import MemberDistances, member_distances
+from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
 from dissensus.methods import METHODS
 from refusals import refuses
 from small_runs import train_until, trained
@@ -442,7 +438,7 @@ def test_several_networks_do_not_start_from_one_file():
 
 # ------------------------------------------------------------------------------------ how members differ over training
 def read_distances(folder):
-    return read_measurements(folder / FILE, MemberDistances._fields)
+    return read_measurements(folder / DISTANCES, MemberDistances._fields)
 
 
 def run(folder, method: str = "deep_ensemble", *, every: int = 2, epochs: int = 5) -> Run:
@@ -471,7 +467,7 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
 def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path):
     whole = trained(run(tmp_path / "whole"))
     train_until(run(tmp_path / "stopped"), 2)
-    path = tmp_path / "stopped" / FILE
+    path = tmp_path / "stopped" / DISTANCES
     assert list(read_distances(path.parent)) == [0, 2]
     with path.open("a") as file:
         file.write('{"epochs": 3, "wei')  # cut off in the middle of a line
@@ -485,14 +481,14 @@ def test_watching_does_not_change_the_training(tmp_path):
     task = load_task("moons", size="smoke", overrides=["training.epochs=5", "training.keep_best=false"])
     alone = trained(Run(tmp_path / "alone", run_config(task, "deep_ensemble", 0)))
     assert alone.evaluate().metrics["nll"] == watched
-    assert not (alone.folder / FILE).exists()
+    assert not (alone.folder / DISTANCES).exists()
     assert not any(key.startswith("distances/") for key in alone.evaluate().metrics)
 
 
 def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
     task = load_task("moons", size="smoke", overrides=["evaluation.distances_every=1"])
     results, _ = jobs.bench(task, methods=["map", "deep_ensemble"], seeds=2, out=tmp_path)
-    assert not (tmp_path / "map-seed0" / FILE).exists()
+    assert not (tmp_path / "map-seed0" / DISTANCES).exists()
     assert "distances/weight" not in results.methods["map"][0].metrics
     page = (tmp_path / "report.html").read_text()
     assert "How members differ, over training" in page
@@ -506,6 +502,6 @@ def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
 
 def test_a_damaged_file_is_one_clear_error(tmp_path):
     each = trained(run(tmp_path / "one"))
-    (each.folder / FILE).write_text('{"epochs": 0}\n')
+    (each.folder / DISTANCES).write_text('{"epochs": 0}\n')
     with pytest.raises(ValueError, match=r"expected a whole .*distances.jsonl, got a damaged one"):
         read_distances(each.folder)

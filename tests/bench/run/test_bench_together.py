@@ -13,9 +13,9 @@ from dissensus.bench.report.results import results_of_evaluations
 from dissensus.bench.rows.dataset_rows import TaskRows
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
-from dissensus.bench.run.learning_curves import FILE, compare_with_labels
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.shared_training import can_share_training, companions, remove_leftovers, train_runs
+from dissensus.bench.run.training_watch import CURVES, compare_with_labels
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.core.posterior import refresh
 from dissensus.methods import TRADI
@@ -280,7 +280,7 @@ def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path,
     looked = trained(run(tmp_path / "looked", method, "data.label_noise=0.5", "evaluation.curves_every=1")).evaluate()
     alone = trained(run(tmp_path / "alone", method, "data.label_noise=0.5")).evaluate()
     assert looked.metrics["nll"] == alone.metrics["nll"]
-    assert not (tmp_path / "alone" / FILE).exists()
+    assert not (tmp_path / "alone" / CURVES).exists()
     assert looked.arrays["curves/epochs"].tolist() == [0, 1, 2]
     drawn = figure_sections.learning_section(results_of_evaluations({method: looked}, "title"), {method: "black"})
     assert drawn is not None

@@ -18,9 +18,8 @@ from dissensus.bench.rows.dataset_rows import find_file
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run import build as module
 from dissensus.bench.run import jobs
-from dissensus.bench.run.convert import convert
-from dissensus.bench.run.initial_weights import load_weights
 from dissensus.bench.run.build import load_weights
+from dissensus.bench.run.convert import convert
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import METHODS

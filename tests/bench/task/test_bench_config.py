@@ -10,8 +10,7 @@ from dissensus.bench.run.convert import converted_config
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run_grid import cells_of
 from dissensus.bench.task.config import SIZES, load_task, merge_settings, read_task, run_config, task_names
-from dissensus.bench.task.objects import base_name
-from dissensus.bench.task.method_names import base_name, check_methods, check_overrides_read, variants_of
+from dissensus.bench.task.objects import base_name, check_methods, check_overrides_read, variants_of
 from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("undrawn")

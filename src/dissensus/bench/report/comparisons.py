@@ -32,8 +32,7 @@ from torch import Tensor
 from dissensus.bench.report.measures import Measure, root_mean
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
-from dissensus.metrics.bootstrap import ROUNDING, count_tables
-from dissensus.metrics.student_t import MANY, last_before, student_quantile, student_tail
+from dissensus.metrics.bootstrap import MANY, ROUNDING, count_tables, last_before, student_quantile, student_tail
 
 SMALLEST = 1e-15  # smallest tail probability that Student's t can distinguish from zero
 _NORMAL = NormalDist()

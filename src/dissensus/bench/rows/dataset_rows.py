@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dissensus.data import Augmentation, Batches, SegmentationAugmentation, Standardiser
-from dissensus.data.find_files import FOLDER_VARIABLE, data_folder
 from dissensus.data.catalogue import FOLDER_VARIABLE, data_folder
 
 SetKind = Literal["classification", "regression", "segmentation"]

@@ -16,17 +16,19 @@ from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, Root, Se
 from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.user_code import is_import_path
 from dissensus.data import digits, fashion, image_set, quadratic_features, toy
-from dissensus.data.catalogue import CATALOGUE
-from dissensus.data.file_formats import read_npz
-from dissensus.data.find_files import data_folder, locate
-from dissensus.data.images import ImageSet
-from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
-from dissensus.data.street_scenes import SPLITS, bdd_anomaly, camvid, streethazards
-from dissensus.data import digits, fashion, image_set, toy
-from dissensus.data.catalogue import CATALOGUE, locate
+from dissensus.data.catalogue import CATALOGUE, data_folder, locate
 from dissensus.data.file_formats import read_npz
 from dissensus.data.images import ImageSet
-from dissensus.data.segmentation import bdd_anomaly, camvid, streethazards
+from dissensus.data.segmentation import (
+    SPLITS,
+    VOID,
+    SegmentationSet,
+    bdd_anomaly,
+    camvid,
+    segmentation_folder,
+    streethazards,
+    with_unknown,
+)
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 
 Ends = tuple[float, float]

@@ -32,10 +32,8 @@ from dissensus.bench.user_code import code_digest, is_import_path
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.posterior import Posterior
-from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.catalogue import sha256
-from dissensus.data.find_files import sha256
-from dissensus.data.numpy_files import npz_arrays
+from dissensus.data.file_formats import npz_arrays
 from dissensus.training.checkpoint import check_archive
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import first_names, one_of

@@ -19,13 +19,11 @@ from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run import prediction_splits, training_watch
 from dissensus.bench.run.run_folder import read_attacked, read_counts, read_predictions
 from dissensus.bench.task.config import RunConfig
-from dissensus.calibration.fit_temperature import best_temperature
+from dissensus.calibration.calibrate import best_temperature
 from dissensus.core.calibrated import Correction
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
-from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.attack_curves import implicit_changes
-from dissensus.evaluation.corruption_curves import CorruptedCounts
+from dissensus.data.input_transforms import Standardiser
 from dissensus.evaluation.evaluate import (
     checked_score,
     evaluate_predictions,
@@ -36,13 +34,8 @@ from dissensus.evaluation.evaluate import (
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import guarantee_details, guarantee_metrics, guarantee_outcomes
 from dissensus.evaluation.loader_predictions import Predictions
-from dissensus.evaluation.evaluate import checked_score, evaluate_predictions, parameter_count, precision_note
-from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.evaluation.robustness_curves import implicit_changes
-from dissensus.methods.parts.embedded_posterior import collapse_note
+from dissensus.evaluation.robustness_curves import CorruptedCounts, implicit_changes
 from dissensus.methods.embedded_ensembles import collapse_note
-from dissensus.storage.run_files import is_number, read_json
-from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.storage.atomic_files import is_number, read_json
 from dissensus.utils.file_errors import damage_error
 

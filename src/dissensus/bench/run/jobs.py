@@ -21,12 +21,11 @@ from dissensus.bench.run.shared_training import companions, remove_leftovers, tr
 from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.objects import base_name, setting_value
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
-from dissensus.storage.atomic_files import remove_strays, temporary_name
-from dissensus.storage.run_files import write_json
+from dissensus.storage.atomic_files import remove_strays, temporary_name, write_json
 from dissensus.utils.checks import integer, one_of
 
 

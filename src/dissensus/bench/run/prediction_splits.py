@@ -21,21 +21,21 @@ from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.data import Batches
 from dissensus.data.input_transforms import Standardiser
-from dissensus.engine.prediction_loop import FixedDraw
-from dissensus.evaluation.evaluate import check_attackable, checked_score
-from dissensus.evaluation.loader_predictions import Predictions, predictions
-from dissensus.evaluation.robustness_curves import AttackCurves, Corruptions, attacked_inputs, corrupted_counts
 from dissensus.data.segmentation import VOID
-from dissensus.data.standardise import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
-from dissensus.evaluation.attack_curves import AttackCurves, attacked_inputs
-from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import check_attackable, checked_score, complete_evaluation
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions, predictions
+from dissensus.evaluation.robustness_curves import (
+    AttackCurves,
+    CorruptedCounts,
+    Corruptions,
+    attacked_inputs,
+    corrupted_counts,
+)
 from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers
 from dissensus.metrics import CalibrationBins
-from dissensus.storage.run_files import read_tensors, write_tensors
+from dissensus.storage.atomic_files import read_tensors, write_tensors
 from dissensus.utils.file_errors import damage_error
 
 BINS = "bins/"  # sums by confidence of test pixels and of foreign ones, for the ECE of both

@@ -31,10 +31,8 @@ from dissensus.bench.run.evaluate_run import evaluation_of_run
 from dissensus.bench.run.training_watch import DISTANCE_ROWS, distance_callback, learning_callback
 from dissensus.bench.task.config import RunConfig, run_config_from_table
 from dissensus.bench.task.objects import parse_object
-from dissensus.calibration.calibrate import calibrate, temperature_scale
-from dissensus.calibration.calibration_fits import OF_CLASSES, OF_REGRESSIONS
-from dissensus.calibration.conformal import conformal
-from dissensus.calibration.conformal_scores import CLASS_SCORES, INTERVAL_SCORES
+from dissensus.calibration.calibrate import OF_CLASSES, OF_REGRESSIONS, calibrate, temperature_scale
+from dissensus.calibration.conformal import CLASS_SCORES, INTERVAL_SCORES, conformal
 from dissensus.calibration.selective import selective
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches

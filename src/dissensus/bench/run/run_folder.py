@@ -18,54 +18,13 @@ import torch
 from torch import Tensor
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
-from dissensus.evaluation.attack_curves import AttackedInputs
-from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
-from dissensus.storage.checksummed import is_posterior
-from dissensus.storage.run_files import read_json, read_tensors, write_json, write_tensors
+from dissensus.evaluation.robustness_curves import AttackedInputs, CorruptedCounts
+from dissensus.storage.atomic_files import read_json, read_tensors, write_json, write_tensors
+from dissensus.storage.folder import is_posterior
 from dissensus.utils.file_errors import damage_error
 from dissensus.version import __version__
-from dissensus.bench import torchrun_ranks
-from dissensus.storage.folder import is_posterior
-from dissensus.training.history import Epoch
-
-
-class RunFolder:
-    """Base class of `Run`. `shared`: whether all processes started by `torchrun` share the run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.is_shared = False
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process writes the run's files: the first, if several share it."""
-        return not self.is_shared or torchrun_ranks.rank() == 0
-
-    @property
-    def ranks(self) -> Literal["independent"] | None:
-        """The `ranks` argument of `fit`: processes that do not share the run train alone."""
-        return "independent" if torchrun_ranks.size() > 1 and not self.is_shared else None
-
-    def wait_until_written(self) -> None:
-        """Waits until the first process has written its files, if several share the run."""
-        if self.is_shared:
-            torchrun_ranks.wait()
-
-    def remove(self, path: Path) -> None:
-        """Removes a file or a folder if it exists."""
-        if self.is_writer and path.is_dir():
-            shutil.rmtree(path)
-        elif self.is_writer:
-            path.unlink(missing_ok=True)
-
-    def log(self, epoch: Epoch) -> None:
-        """Adds a line to log.jsonl."""
-        if self.is_writer:
-            with (self.folder / "log.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(epoch)) + "\n")
-
 
 log = logging.getLogger("dissensus")
 

@@ -16,10 +16,7 @@ from dissensus.core.posterior import Posterior, checked_prediction, inference_co
 from dissensus.core.predictive import Predictive
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
-from dissensus.evaluation.member_distances import MemberDistances, member_distances
 from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
-from dissensus.storage.run_files import write_text
-from dissensus.evaluation.member_distances import MemberDistances, member_distances
 from dissensus.storage.atomic_files import write_text
 from dissensus.training.history import Epoch
 from dissensus.utils.file_errors import damage_error
