@@ -443,9 +443,9 @@ faster on the machine that it is for; all that went may cost a row a tenth toget
 both sides take turns, ratios are without / with."""
 NOTES = """Below a tenth, and still here: the submodules among plain attributes and the trees mapped by hand, 19 lines that
 all act on one input by a deep ensemble of small networks, whose row has paid for what went before; on a GPU narrow
-convolutions, since a step of ten ResNet-18 shall take at most 16 ms, and the weights kept, since without both the row of
-predictions would lose more than a tenth. Without graphs the row counts the attempts to capture, too: a plain loop over ten
-networks takes 81 ms a step (`benchmarks/results/gpu_h200.csv`)."""
+convolutions, since a step of ten ResNet-18 shall not become slower than what `gpu.py` has promised, and the weights kept,
+since without both the row of predictions would lose more than a tenth. Without graphs the row counts the attempts to
+capture, too: a plain loop over ten networks is in `benchmarks/results/gpu_h200.csv`."""
 REMOVED = """These gained less than a tenth and went, with their tests. Modes set as attributes were part of the one context for
 predictions; their row is no row of users: `fit` leaves networks in eval mode."""
 MACHINES = {"cpu": "On a CPU", "arm": "On an Arm CPU", "cuda": "On a GPU"}

@@ -21,8 +21,7 @@ import torch
 from rows import Row, write_rows
 
 import dissensus as ds
-from dissensus.core import batch as batches
-from dissensus.core import posterior
+from dissensus.core import batch as batches, posterior
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches

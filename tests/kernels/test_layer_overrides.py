@@ -33,20 +33,6 @@ def test_the_innermost_is_asked_first_and_what_it_calls_goes_outwards_to_torch()
     assert F.relu(x).tolist() == [0.0, 2.0]
 
 
-def test_others_take_all_functions_that_the_table_lacks() -> None:
-    seen = []
-
-    def others(function, *args, **kwargs):
-        seen.append(function)
-        return function(*args, **kwargs)
-
-    x = torch.tensor(-1.0)
-    with LayerOverrides({F.relu: lambda function, x, inplace: x}, others):
-        found = torch.add(F.relu(x), 1.0, alpha=2)
-    assert found.item() == 1.0
-    assert seen == [torch.add]
-
-
 DENSE = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 

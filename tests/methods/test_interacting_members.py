@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import gradients
-from dissensus.core import gradients as strategies
+from dissensus.core import gradients, gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT, SVGD, FeatureRDE, FoRDE, FunctionRDE, WeightRDE
 from dissensus.methods.forde import squared_cosines

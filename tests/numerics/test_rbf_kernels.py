@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dissensus.numerics import lengthscales
-from dissensus.numerics import rbf_kernels as kernels
+from dissensus.numerics import lengthscales, rbf_kernels as kernels
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from refusals import refuses
 

@@ -433,7 +433,7 @@ def test_loaders_are_read_through_the_one_door():
     # attacks move inputs as the network takes them, theory too; statistics are given what `read` gave
     assert found == {
         "core/posterior.py",
-        "attacks/attack_loss.py",
+        "attacks/gradient_attacks.py",
         "theory/regime.py",
-        "layers/reestimate_batch_norm.py",
+        "layers/batch_norm.py",
     }

@@ -14,8 +14,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column
-from rich.table import Table as Grid
+from rich.table import Column, Table as Grid
 from rich.text import Text
 
 from dissensus.bench import torchrun_ranks

@@ -53,7 +53,9 @@ class DrawnFunctions(nn.Module, ABC):
 
     def forward(self, x: Inputs) -> Tensor:
         with batches.UnchangedInputs(x):
-            outputs: Tensor = self.map_members(lambda member: batches.call_network(member.network, x))  # (M, B, ...)
+            outputs: Tensor = self.map_members(
+                lambda member, x: batches.call_network(member.network, x), x
+            )  # (M, B, ...)
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Literal, Self, Unpack, final
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
-from dissensus.core import gradients
+from dissensus.core import batch as batches, gradients
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.calibrated import Correction
 from dissensus.core.description import describe_network, describe_settings, restore_settings
@@ -303,6 +302,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     training loop, call it yourself.
 
     Args:
+        posterior: any.
         loader: the training batches (x, y).
     """
     loader = Loader.complete(loader, posterior)

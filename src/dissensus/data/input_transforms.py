@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.data.images import eight_bits
-from dissensus.data.table_encoding import NumberColumn, TableEncoder, table_columns
-from dissensus.data.table_encoding import _numbers as numbers_in
+from dissensus.data.table_encoding import NumberColumn, TableEncoder, _numbers as numbers_in, table_columns
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.utils.arrays import as_tensor, tensor_of
 from dissensus.utils.checks import integer, number

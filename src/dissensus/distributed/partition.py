@@ -24,8 +24,7 @@ from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.weights import Recorder
 from dissensus.distributed.init import is_connected, start
-from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, tree_checksum
-from dissensus.distributed.mesh import mesh as make_mesh
+from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, mesh as make_mesh, tree_checksum
 from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshExchange
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.numerics.randomness import generator_states, restore_generators

@@ -22,8 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
-from dissensus.core import gradients
+from dissensus.core import batch as batches, gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.member import run_compiled

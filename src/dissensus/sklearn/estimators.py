@@ -43,8 +43,7 @@ from dissensus.data.table_encoding import TableEncoder, comparable_values, table
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
 from dissensus.nets import MLP
-from dissensus.storage import load as load_posterior
-from dissensus.storage import save as save_posterior
+from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch

@@ -26,8 +26,7 @@ from dissensus.core.member import state_names
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior, has_converted_layers
 from dissensus.core.trainable import Watchers
-from dissensus.data.input_transforms import KINDS as INPUT_KINDS
-from dissensus.data.input_transforms import as_input_transform
+from dissensus.data.input_transforms import KINDS as INPUT_KINDS, as_input_transform
 from dissensus.methods import MAP
 from dissensus.nets import NETS
 from dissensus.numerics.randomness import preserve_random_state

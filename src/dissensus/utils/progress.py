@@ -48,8 +48,7 @@ class Progress:
         self.task: Any = None
         if bar:
             from rich.console import Console  # imported here: only a terminal needs it
-            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
             columns = (
                 TextColumn("{task.description}", markup=False),  # a name may contain rich's markup

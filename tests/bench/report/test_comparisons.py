@@ -222,7 +222,7 @@ def test_interval_and_p_value_of_a_comparison_never_disagree():
 
 def test_a_family_may_be_adjusted_by_holm():
     pairs = {("nll", str(i)): comparison(difference) for i, difference in enumerate((2.5, 3.5, 0.1))}
-    alone, together = comparison_family(pairs | {("nll", "none"): None}), comparison_family(pairs, holm_p_values=True)
+    alone, together = comparison_family(pairs | {("nll", "none"): None}), comparison_family(pairs, holm=True)
     assert list(alone.p_values) == [("nll", "0"), ("nll", "1"), ("nll", "2")]
     assert [p < 0.05 for p in alone.p_values.values()] == [True, True, False]
     assert list(together.p_values.values()) == pytest.approx(
@@ -231,7 +231,7 @@ def test_a_family_may_be_adjusted_by_holm():
     for pair, each in together.comparisons.items():
         interval = each.interval(together.level)
         assert (interval.lower <= 0 <= interval.upper) == (together.p_values[pair] >= 0.05)
-    assert comparison_family({}, holm_p_values=True).level == 0.95
+    assert comparison_family({}, holm=True).level == 0.95
 
 
 def comparison(difference: float) -> MethodComparison:

@@ -16,8 +16,7 @@ import dissensus as ds
 import tiny
 from dissensus.bench.rows.dataset_rows import find_file
 from dissensus.bench.rows.task_rows import DataCache
-from dissensus.bench.run import build as module
-from dissensus.bench.run import jobs
+from dissensus.bench.run import build as module, jobs
 from dissensus.bench.run.build import load_weights
 from dissensus.bench.run.convert import convert
 from dissensus.bench.run.run import Run

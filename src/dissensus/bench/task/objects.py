@@ -31,8 +31,7 @@ from dissensus.bench.user_code import import_object, is_import_path
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import GaussianPrior
-from dissensus.data.segmentation import VOID
-from dissensus.data.segmentation import class_weights as enet_weights
+from dissensus.data.segmentation import VOID, class_weights as enet_weights
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
 from dissensus.methods.parts.empcov_prior import EmpCov
