@@ -12,7 +12,7 @@ bench: $(VENV)/installed
 	$(BIN)/dissensus bench --jobs 2
 
 test: $(VENV)/installed-test
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n auto --dist worksteal --assert=plain || ($(BIN)/pytest --last-failed; exit 1)  # values in the second
 
 test-slow: $(VENV)/installed-test
 	$(BIN)/pytest -m slow

@@ -42,6 +42,7 @@ def test_every_example_is_short_and_says_how_it_is_run():
         assert text.count("\n") <= 100, path.name
 
 
+@pytest.mark.slow
 def test_one_network_on_the_moons_has_no_epistemic_part_and_others_have(run, tmp_path):
     table = dict(run("moons", "--out", "figure.png"))
     assert table["MAP"][2:] == [0.0, 0.0]
@@ -52,6 +53,7 @@ def test_one_network_on_the_moons_has_no_epistemic_part_and_others_have(run, tmp
     assert (tmp_path / "figure.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_bands_have_one_noise_everywhere_and_widen_away_from_the_data(run, tmp_path):
     table = dict(run("bands", "--out", "figure.png"))
     at_data, gap, outside = (table[place] for place in ("at the data", "in the gap", "outside"))

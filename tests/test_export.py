@@ -203,6 +203,7 @@ def labelled(rows=60):
     return inputs(rows), torch.arange(rows) % 3
 
 
+@pytest.mark.slow
 def test_an_ensemble_in_half_precision_is_exported_and_leaves_torch_as_it_was(tmp_path, monkeypatch):
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([plain() for _ in range(3)]).bfloat16()
@@ -318,6 +319,7 @@ class Bessel(nn.Linear):
         return torch.special.i0(super().forward(x))
 
 
+@pytest.mark.slow
 def test_an_operation_that_onnx_lacks_is_named_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"i0.*write \.pt2$") as error:
         ds.export(ds.MAP(Bessel(4, 3)).eval(), tmp_path / "m.onnx", example=inputs(3))

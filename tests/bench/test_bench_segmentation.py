@@ -104,6 +104,7 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path, methods):
     assert stored < 3e5
 
 
+@pytest.mark.slow
 def test_a_segmentation_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     """With a temperature, which is fitted on the validation scenes."""
     folder = str(write_camvid(tmp_path))

@@ -200,6 +200,7 @@ def test_a_method_may_have_a_network_of_its_own(tmp_path):
         load_task("remedies", size="smoke", overrides=["method.map-skip.network.skip=1"])
 
 
+@pytest.mark.slow
 def test_implicit_corruptions_are_measured_and_drawn(tmp_path):
     task = load_task("node-corruptions", size="smoke", overrides=[*SMALL, "data.validation=10"])
     bench(task, methods=["map", "node_bnn"], out=tmp_path)
@@ -374,6 +375,7 @@ def test_rows_that_chose_the_temperature_of_training_promise_nothing(task, tmp_p
     assert float(found.temperature) == pytest.approx(others)
 
 
+@pytest.mark.slow
 def test_a_regression_in_its_own_units_is_calibrated(tmp_path):
     (tmp_path / "mine.toml").write_text("""
 methods = ["map"]

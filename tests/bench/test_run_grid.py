@@ -188,6 +188,7 @@ def test_alpha_is_chosen_under_corruptions_that_are_not_tested():
         assert set(Corruptions(config.evaluation["corrupt"]).types) <= set(BENCHMARK)
 
 
+@pytest.mark.slow
 def test_a_portion_keeps_each_run_in_one_file_and_skips_it_afterwards(papers, cifar, tmp_path, capfd):
     out = tmp_path / "kept"
     given = ["--task", "cifar100-forde", "--methods", "map", "deep_ensemble", "--size", "smoke", "--data", cifar]

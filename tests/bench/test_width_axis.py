@@ -354,6 +354,7 @@ def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use
     assert not (tmp_path / "here" / "transition.png").exists()
 
 
+@pytest.mark.slow
 def test_the_published_size_trains_on_files_in_the_form_of_cifar(undrawn, tmp_path):
     generator = torch.Generator().manual_seed(0)
     folder = tmp_path / "cifar-10-batches-bin"

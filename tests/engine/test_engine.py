@@ -321,6 +321,7 @@ def test_the_history_says_how_members_really_ran(engine: str) -> None:
     assert history.engine == "loop"
 
 
+@pytest.mark.slow
 def test_steps_past_the_limit_of_recompilations_are_not_called_compiled(monkeypatch, caplog) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(
