@@ -131,7 +131,7 @@ def test_a_posterior_in_trainer_equals_a_loop_of_copies(trainer, bert, rows, acc
     assert distance(posterior, [train_copy(networks[0], bert_loss, bert_groups(rows), clip=None)]) > 1e-3
     assert int(posterior.steps) == STEPS
     found = made.evaluate()
-    ids, mask, labels = bert_groups(rows)[0][0]
+    ids, mask, _ = bert_groups(rows)[0][0]
     predicted = made.predict(rows).predictions
     mixture = torch.stack([each.eval()(ids, attention_mask=mask).logits.softmax(-1) for each in copies]).mean(0)
     assert predicted.shape == (ROWS, 3)
@@ -164,7 +164,7 @@ def test_methods_in_trainer_equal_those_in_a_plain_loop(trainer, bert, rows):
 def test_a_posterior_without_the_callback_is_refused(trainer, bert, rows):
     from dissensus.integrations import hf
 
-    with pytest.raises(ValueError, match="expected labels and a Watch among Trainer's callbacks, got none; pass"):
+    with pytest.raises(ValueError, match="expected labels, and a Watch among Trainer's callbacks, got none; pass"):
         trainer(hf.model(ds.DeepEnsemble([bert(0), bert(1)])), rows)
 
 

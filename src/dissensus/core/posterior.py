@@ -169,10 +169,7 @@ class Posterior(TrainableModule, ABC):
 
     @final
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """(M,) gradient norms of the members; scales each member's own gradients in place to at most `max_norm`, as `fit` does.
-
-        Shared tensors have one norm together. `torch.nn.utils.clip_grad_norm_` would clip all members by their common norm.
-        """
+        """(M,) norms of the members' gradients; scales each in place to at most `max_norm`. torch's mixes members."""
         return clip_members(self.particles, max_norm)
 
     @final  # type: ignore[misc]

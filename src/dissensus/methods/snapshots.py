@@ -25,11 +25,6 @@ from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 log = logging.getLogger("dissensus")
 
-UNPLANNED = (
-    "the length of this run is unknown, so every step is a snapshot, also those far from the end; train in "
-    "`with ds.watching(…, steps=…)`, or call begin(steps_per_epoch, epochs) first, or pass start and every"
-)
-
 
 @final
 class SnapshotEnsemble(RecordingPosterior):
@@ -148,7 +143,9 @@ class Snapshots(nn.Module):
             and None in self.requested.values()
             and not (self._is_waiting or self._read_plan()[3])
         ):
-            log.warning("%s", UNPLANNED)
+            log.warning(
+                "run of unknown length: every step is a snapshot; use ds.watching, or call begin(steps, 1) first"
+            )
         return due
 
     def _read_plan(self) -> list[int]:

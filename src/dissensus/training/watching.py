@@ -29,40 +29,37 @@ def watching(
     loader: Iterable[Any] | None = None,
     likelihood: Likelihood | None = None,
 ) -> Iterator[Watchers]:
-    """Methods record any training loop inside the block, after every `optimizer.step()`, and are drawn at its end.
-
-    The loop needs no `begin`, `observe` or `refresh`. Accumulated gradients, schedulers, steps that a GradScaler skips and
-    wrapped optimisers (Accelerate's) are handled: only steps that change weights count.
+    """Methods record any training loop inside the block, after every step of the optimiser, and are drawn at its end.
 
         with ds.watching(network, optimizer, [ds.SWAG, ds.TRADI], steps=epochs * len(loader)) as watched:
-            ...  # any loop that steps this optimizer
+            ...  # any loop, without begin, observe and refresh
         swag, tradi = watched  # or watched["swag"]
 
     Args:
-        base: the network that the optimiser trains; or a posterior, such as a deep ensemble, that the loop trains with
-            `loss` or `backward`.
-        optimizer: the optimiser of the loop, or a wrapper with the same `param_groups`.
-        methods: classes that record weights (SWAG, TRADI, SnapshotEnsemble, …), functions that build one, such as
-            `functools.partial(SWAG, rank=5)`, or, for a network, posteriors of it. None for a posterior that records.
-        steps: optimiser steps of the whole run; SWAG takes its snapshots in the last quarter.
-        done: steps of the run that are already done, in a resumed run.
-        loader: the training batches (x, y), for batch statistics of sampled networks; needed with batch norm only.
+        base: the network that the loop trains; or a posterior that it trains by `loss` or `backward`.
+        optimizer: that of the loop, or a wrapper of it. Steps that a wrapper or a GradScaler skips are not recorded.
+        methods: as in `track`; for a network, posteriors of it, too. May be empty for a posterior.
+        steps, done: optimiser steps of the whole run, which plans snapshots, and those already done in a resumed one.
+        loader: the training batches (x, y), to estimate statistics of batch norm; else not needed.
         likelihood: for a network only, since a posterior has its own; None is `Classification()`.
 
     Yields:
-        The posteriors, by position or by name: those of `methods`, or `base` itself if there are none.
+        The posteriors, by position or by name: those of `methods`, or `base` if there are none.
     """
     if isinstance(base, Posterior):
-        runs = [track(base, methods, likelihood=likelihood) if methods else base]  # type: ignore[arg-type]
+        runs = [track(base, methods, likelihood=likelihood) if methods else base]
         watched = base.watchers if methods else Watchers(runs)
     else:
-        built = [each if isinstance(each, Posterior) else each(base, likelihood=likelihood) for each in methods]
-        runs, watched = built, Watchers(built)
+        runs = [each if isinstance(each, Posterior) else each(base, likelihood=likelihood) for each in methods]
+        watched = Watchers(runs)
     if not runs:
         raise ValueError("expected methods for a network, got none; pass them, [ds.SWAG, ds.TRADI]")
     drawn = [each for each in {*runs, *watched} if each.recorders or loader is not None]
-    for each in drawn:
-        _check_loader(each, loader)
+    for each in drawn:  # before the run, not after it
+        norms = [] if getattr(each, "records_all", False) else [*statistics_layers(each.particles.template.network)]
+        if loader is None and norms:
+            raise ValueError(f"expected a loader, for statistics of '{norms[0]}' at the end, got none; pass loader=")
+        Loader.complete(() if loader is None else loader, each)
     for run in runs:
         check_optimizer(run, optimizer)
         run.begin(integer("steps", steps), 1, done=done)
@@ -73,21 +70,8 @@ def watching(
             for run in runs:
                 run.observe(stepped)
 
-    # One hook for all optimisers, since wrappers do not pass on their own; torch calls it after that which counts steps.
-    hook = register_optimizer_step_post_hook(observe)
-    try:
+    # One hook for all optimisers: wrappers call no hooks of their own, and torch calls it after that which counts steps.
+    with register_optimizer_step_post_hook(observe):
         yield watched
-    finally:
-        hook.remove()
     for each in drawn:
         refresh(each, () if loader is None else loader)
-
-
-def _check_loader(posterior: Posterior, loader: Iterable[Any] | None) -> None:
-    """Raises before the run if the draw at its end would fail for want of batches."""
-    sampled = not getattr(posterior, "records_all", False)
-    if loader is not None:
-        Loader.complete(loader, posterior)
-    elif sampled and (norms := statistics_layers(posterior.particles.template.network)):
-        hint = "pass the training batches, loader="
-        raise ValueError(f"expected a loader to estimate statistics of '{min(norms)}' at the end, got none; {hint}")

@@ -49,7 +49,7 @@ def has_vmap_axis(x: Any) -> bool:
 
 def is_inside_ddp() -> bool:
     """Whether this is inside the forward of a DistributedDataParallel module."""
-    return DistributedDataParallel._get_active_ddp_module() is not None
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -318,8 +318,7 @@ class RecordingPosterior(SamplingPosterior):
 
     def draw(self) -> DrawnFunctions:
         """M functions sampled from the record; during a run, until there is a record, the networks themselves."""
-        length = self.run_length
-        under_way = length is not None and int(self.steps) - self.steps_before_run < length
+        under_way = int(self.steps) - self.steps_before_run < (self.run_length or 0)
         return self.current() if under_way and self.stored is None and not self.ready else super().draw()
 
     def recorded_weights(self) -> Weights:
