@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dissensus as ds
+from test_readme import python_blocks
 
 M, ROWS, BATCH, STEPS, LR, CLIP = 3, 40, 8, 10, 0.05, 0.2
 WATCHED = [functools.partial(ds.SWAG, rank=3, samples=4), functools.partial(ds.TRADI, samples=4)]
@@ -294,3 +296,15 @@ def test_accelerate_equals_a_loop_of_copies(accumulate):
     assert distance(posterior, [train_copy(each, plain_loss, groups) for each in networks]) <= 1e-6
     assert int(posterior.steps) == int(watched["tradi"].filters.observed) == len(groups)
     assert watched["swag"].predict(data()[0]).member_means.shape == (4 * M, ROWS, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+def test_the_page_runs_to_its_end(tmp_path, monkeypatch, lightning):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    page = Path(__file__).parents[2] / "docs" / "guides" / "your-own-loop.md"
+    for _, code in python_blocks(page.read_text()):
+        exec(code, names)
+    assert [type(each).__name__ for each in (names["swag"], names["tradi"])] == ["SWAG", "TRADI"]
+    assert names["module"].posterior.stored is not None

@@ -493,9 +493,8 @@ def _check_frozen(particles: Particles) -> None:
 
 def _check_single_process(posterior: Objective, *, by_autograd: bool) -> None:
     """Raises if the processes of a group would each train a separate model by mistake."""
-    if by_autograd and posterior.interaction is None and is_inside_ddp():  # which averages gradients in backward()
-        return
-    alone = posterior.ranks is None and posterior.particles.exchange is ALONE
+    averaged = by_autograd and posterior.interaction is None and is_inside_ddp()
+    alone = not averaged and posterior.ranks is None and posterior.particles.exchange is ALONE
     grouped = alone and distributed.is_available() and distributed.is_initialized()
     if grouped and (size := distributed.get_world_size()) > 1:
         raise ValueError(

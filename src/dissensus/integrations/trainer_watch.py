@@ -32,13 +32,12 @@ class TrainerWatch:
     def start_run(self, model: nn.Module, optimizer: Optimizer, *, steps: int, done: int, loader: Any) -> None:
         """Begins to watch the run of a model; `loader`: the trainer's own."""
         self.end_run(InterruptedError())  # an earlier run that failed
-        inside = [each for each in model.modules() if isinstance(each, Posterior) and each.base is None]
+        inside: list[Any] = [each for each in model.modules() if isinstance(each, Posterior) and each.base is None]
         self.posteriors, self.ensembles = [], [each for each in inside if each.particles.members > 1]
         stacked = {id(parameter) for each in self.ensembles for parameter in each.parameters()}
         self.others = [parameter for parameter in model.parameters() if id(parameter) not in stacked]
         settings = {"loader": loader if statistics_layers(model) else None, **self.settings}
-        bases: list[nn.Module] = [*inside] or [model.get_submodule(self.network)]
-        for base in bases:
+        for base in inside or [model.get_submodule(self.network)]:
             run = watching(base, optimizer, self.methods, steps=steps, done=done, **settings)
             self.posteriors += self._run.enter_context(run)
 
