@@ -69,6 +69,7 @@ def test_a_watched_loop_records_exactly_what_fit_records(name, build):
     assert mine.keys() == theirs.keys()
     for key in mine.keys() - random:
         assert torch.equal(mine[key], theirs[key]), key
+    assert model.training
     assert watched[name].ready
     assert watched[name].steps == EPOCHS * BATCHES
 

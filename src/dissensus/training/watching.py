@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
-from dissensus.core.posterior import Posterior, refresh
+from dissensus.core.posterior import Posterior
 from dissensus.core.trainable import Watchers
 from dissensus.methods.track import track
 from dissensus.utils.batch_norm_names import statistics_layers
@@ -48,18 +48,18 @@ def watching(
     """
     if isinstance(base, Posterior):
         runs = [track(base, methods, likelihood=likelihood) if methods else base]
-        watched = base.watchers if methods else Watchers(runs)
+        watched = base.watchers[-len(methods) :] if methods else Watchers(runs)
     else:
         runs = [each if isinstance(each, Posterior) else each(base, likelihood=likelihood) for each in methods]
         watched = Watchers(runs)
     if not runs:
         raise ValueError("expected methods for a network, got none; pass them, [ds.SWAG, ds.TRADI]")
-    drawn = [each for each in {*runs, *watched} if each.recorders or loader is not None]
-    for each in drawn:  # before the run, not after it
+    loaders: dict[Posterior, Loader] = {}  # of those drawn at the end; what is wrong with them is said before the run
+    for each in dict.fromkeys(each for each in (*runs, *watched) if each.recorders or loader is not None):
         norms = [] if getattr(each, "records_all", False) else [*statistics_layers(each.particles.template.network)]
         if loader is None and norms:
             raise ValueError(f"expected a loader, for statistics of '{norms[0]}' at the end, got none; pass loader=")
-        Loader.complete(() if loader is None else loader, each)
+        loaders[each] = Loader.complete(() if loader is None else loader, each)
     for run in runs:
         check_optimizer(run, optimizer)
         run.begin(integer("steps", steps), 1, done=done)
@@ -73,5 +73,5 @@ def watching(
     # One hook for all optimisers: wrappers call no hooks of their own, and torch calls it after that which counts steps.
     with register_optimizer_step_post_hook(observe):
         yield watched
-    for each in drawn:
-        refresh(each, () if loader is None else loader)
+    for each, batches in loaders.items():
+        each.store_draw(batches)
