@@ -141,7 +141,7 @@ def test_a_posterior_in_trainer_equals_a_loop_of_copies(trainer, bert, rows, acc
     assert 0 < found["eval_loss"] < 3
 
 
-def test_methods_in_trainer_equal_those_in_a_plain_loop(trainer, bert, rows):
+def test_methods_in_trainer_equal_those_in_a_plain_loop(trainer, bert, rows, tmp_path):
     from dissensus.integrations import hf
 
     network, by_hand = bert(0), bert(0)
@@ -161,6 +161,9 @@ def test_methods_in_trainer_equal_those_in_a_plain_loop(trainer, bert, rows):
             torch.testing.assert_close(theirs.variance[name], ours.variance[name], atol=1e-6, rtol=0)
     x = {"input_ids": inputs[0], "attention_mask": inputs[1]}
     assert watch.posteriors[0].predict(x).member_means.shape == (4, BATCH, 3)
+    ds.save(watch.posteriors[0], tmp_path / "swag")
+    again = ds.load(tmp_path / "swag", network=bert(1))  # which no trainer has seen
+    assert torch.equal(again.predict(x).mean, watch.posteriors[0].predict(x).mean)
 
 
 def test_a_posterior_without_the_callback_is_refused(trainer, bert, rows):
@@ -251,7 +254,9 @@ def test_methods_of_a_lightning_module_equal_those_of_a_plain_loop(lightning, na
         for key, mean in ours.mean.items():
             found = theirs.mean[key if name else f"net.{key}"]
             torch.testing.assert_close(found, mean, atol=1e-6, rtol=0)
-        assert theirs.predict(data()[0]).member_means.shape == (4, ROWS, 3)
+        ds.save(theirs, tmp_path / theirs.name)
+        again = ds.load(tmp_path / theirs.name, network=mlp() if name else build_module(lightning, net=mlp()))
+        assert torch.equal(again.predict(data()[0]).member_means, theirs.predict(data()[0]).member_means)
 
 
 def test_a_recorder_in_a_lightning_module_is_validated_before_its_first_snapshot(lightning, tmp_path):
