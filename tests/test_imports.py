@@ -42,6 +42,7 @@ ROOMS = {
     "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",
     "export_model": "utils numerics core layers engine methods calibration storage version",
     "sklearn": "utils numerics core layers methods nets data storage training calibration",
+    "integrations": "utils numerics core training",  # callbacks for other libraries' trainers
     "bench": "utils numerics plots nets metrics data core layers engine methods theory storage training evaluation "
     "predict calibration version distributed",
     "report": "evaluation bench",  # the one door into bench, opened only inside the function
@@ -70,6 +71,8 @@ HEAVY_ALLOWED = {
     ("bench/task/schema.py", "pydantic"),
     *((f"data/{name}.py", "PIL") for name in ("images", "segmentation")),
     ("sklearn/estimators.py", "sklearn"),
+    ("integrations/hf.py", "transformers"),
+    ("integrations/lightning.py", "lightning"),
     *(("export_model.py", name) for name in ("onnx", "onnxruntime")),
 }
 

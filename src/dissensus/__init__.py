@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from dissensus.storage import load, save
     from dissensus.training.fit import fit
     from dissensus.training.history import Epoch, History
+    from dissensus.training.watching import watching
     from dissensus.utils.parameter_groups import Group
 
 KIND_ROOMS.append("dissensus.calibration")  # imported when a file has a calibration
@@ -113,8 +114,9 @@ _HOMES = {
     "save": "storage",
     "selective": "calibration.selective",
     "temperature_scale": "calibration.calibrate",
+    "watching": "training.watching",
 }
-_ROOMS = ("attacks", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
+_ROOMS = ("attacks", "data", "distributed", "integrations", "landscape", "metrics", "nets", "sklearn", "theory")
 
 __all__ = [
     "HMC", "LIT", "MAP", "METHODS", "SGHMC", "SVGD", "SWA", "SWAG", "TRADI", "Annealing", "AttackCurves",
@@ -128,7 +130,7 @@ __all__ = [
     "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate", "capacity", "conformal", "convergence",
     "data", "distributed", "evaluate", "export", "fit", "landscape", "load", "member_distances", "metrics", "nets",
     "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save",
-    "selective", "sklearn", "summarise", "temperature_scale", "theory", "track",
+    "selective", "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 HERE = Path(__file__).parent
-GROUP = "expected one process, got rank 0 of 2: outside fit, ranks share no gradients and no members"
+GROUP = "expected one process, got rank 0 of 2, whose gradients nobody averages"
 LOADER = "expected the loader itself, got one that Accelerate has divided over processes"
 TWO = {
     "outputs of a prepared posterior": "right",

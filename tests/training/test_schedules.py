@@ -250,9 +250,9 @@ def test_two_ranks_are_refused_outside_fit_unless_they_are_to_be_independent():
         assert len(said) == 4
         for each in said:
             assert each.startswith(
-                f"expected one process, got rank {i} of 2: outside fit, ranks share no gradients and no"
+                f"expected one process, got rank {i} of 2, whose gradients nobody averages; use ds.fit, or"
             )
-            assert 'ranks="independent"' in each
+            assert 'ranks = "independent"' in each
         assert steps == 0
     assert found[0][2] != found[1][2]  # two seeds, two models
     assert found[0][3] != found[1][3]

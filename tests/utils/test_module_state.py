@@ -177,3 +177,9 @@ def test_files_describe_attributes_in_words_that_any_process_understands():
     assert "3.attribute" not in found
     assert found["4.num_heads"] == "2"
     assert "0.layer.in_features" not in found  # its description is in the network's structure
+
+
+def test_files_do_not_hold_what_trainers_of_other_libraries_note_on_a_network():
+    network = Net(2.0)
+    network._is_accelerate_prepared, network._current_fx_name = True, "on_fit_start"
+    assert saved_attributes(network) == saved_attributes(Net(2.0)) != {}

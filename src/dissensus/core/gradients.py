@@ -24,6 +24,7 @@ from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.sharding import is_divided, local_part
 from dissensus.utils.tensor_tree import OwnTensors, Tensors, computed_names, named_tensors
+from dissensus.utils.torch_private import is_inside_ddp
 
 
 class Gradients(NamedTuple):
@@ -405,7 +406,7 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
-    with _training_lock(posterior):
+    with _training_lock(posterior, by_autograd=True):
         losses, z, buffers = run_separately(particles, lambda: particles.run(one, particles.rows(), particles.members))
         particles.write_buffers(buffers)
         return total_objective(posterior, losses, z)
@@ -458,12 +459,12 @@ def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | No
             parameter.grad.add_(gradient)
 
 
-def _training_lock(posterior: Objective) -> AbstractContextManager[object]:
+def _training_lock(posterior: Objective, *, by_autograd: bool = False) -> AbstractContextManager[object]:
     """Checks that training is possible and locks the network; coupled members lock the whole process."""
     # Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the
     # process.
     check_trainable(posterior)
-    _check_single_process(posterior)
+    _check_single_process(posterior, by_autograd=by_autograd)
     _check_frozen(posterior.particles)
     return _process_lock(posterior) if posterior.interaction == "couple" else posterior.particles.lock_network()
 
@@ -490,15 +491,16 @@ def _check_frozen(particles: Particles) -> None:
             raise ValueError(f"expected '{name}' to stay frozen, got requires_grad=True; they share it: set it first")
 
 
-def _check_single_process(posterior: Objective) -> None:
+def _check_single_process(posterior: Objective, *, by_autograd: bool) -> None:
     """Raises if the processes of a group would each train a separate model by mistake."""
-    alone = posterior.ranks is None and posterior.particles.exchange is ALONE
+    averaged = by_autograd and posterior.interaction is None and is_inside_ddp()
+    alone = not averaged and posterior.ranks is None and posterior.particles.exchange is ALONE
     grouped = alone and distributed.is_available() and distributed.is_initialized()
     if grouped and (size := distributed.get_world_size()) > 1:
         raise ValueError(
-            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit, ranks share no "
-            "gradients and no members, even with DistributedDataParallel; use ds.fit, or, for one model per rank, "
-            'fit(ranks="independent") or posterior.ranks = "independent", each with its own seed and checkpoint'
+            f"expected one process, got rank {distributed.get_rank()} of {size}, whose gradients nobody averages; use ds.fit, "
+            "or posterior.loss in the forward of a DistributedDataParallel module (a LightningModule's training_step) if "
+            'members do not interact; for one model per rank, without that module, posterior.ranks = "independent"'
         )
 
 

@@ -32,6 +32,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
 from dissensus.utils.arrays import as_tensor
+from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
@@ -164,6 +165,11 @@ class Posterior(TrainableModule, ABC):
         batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
         return gradients.backward(self, batch)
+
+    @final
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """(M,) norms of the members' gradients; scales each in place to at most `max_norm`. torch's mixes members."""
+        return clip_members(self.particles, max_norm)
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:

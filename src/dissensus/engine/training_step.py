@@ -17,46 +17,14 @@ from dissensus.core.divergence import Diverged, has_nonfinite_norm, largest_magn
 from dissensus.core.gradients import Strategy, add_gradients, automatic_gradients, compute_gradients
 from dissensus.core.likelihood import expand_weight
 from dissensus.core.member_runner import NOTHING
-from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.weights import Recorder
 from dissensus.engine.cuda_graphs import CapturedCalls, Graph, NotConstant, shape_key
 from dissensus.engine.fast_optimisers import can_be_captured, can_skip, make_capturable, use_fused_kernels
 from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
-from dissensus.utils.parameter_groups import count_optimizer_step
-from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part
+from dissensus.utils.parameter_groups import clip_members, count_optimizer_step
+from dissensus.utils.sharding import local_part
 from dissensus.utils.tensor_tree import Tensors
-
-
-def clip_members(particles: Particles, largest: float) -> Tensor:
-    """Scales gradients in place, each member's own ones separately, to norms of at most `largest`; (M,) norms before."""
-    own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
-    shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
-    if not own and not shared:
-        return torch.zeros(particles.members)
-    found = []
-    for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
-        if gradients:
-            norms = _squared_norms(gradients).sum(0).sqrt()
-            factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
-            for gradient in map(local_part, gradients):
-                gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
-            found.append(norms)
-    return found[0]
-
-
-def _squared_norms(gradients: list[Tensor]) -> Tensor:
-    """(T, M) squares of each tensor's norm, member by member."""
-    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
-    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-    return torch.stack(
-        [
-            gather_full_tensor(each.square().sum(tuple(range(1, each.ndim))))
-            if is_divided(each)
-            else each.reshape(len(each), -1).square().sum(1)
-            for each in full
-        ]
-    )
 
 
 class EagerStep:

@@ -3,6 +3,7 @@
 Huang, Li, Pleiss, Liu, Hopcroft & Weinberger, "Snapshot ensembles: train 1, get M for free", ICLR 2017.
 """
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from dissensus.utils.checks import integer
 from dissensus.utils.counts import Count, HostCopy
 from dissensus.utils.parameter_groups import TAIL
 from dissensus.utils.tensor_tree import Tensors, TensorTree
+
+log = logging.getLogger("dissensus")
 
 
 @final
@@ -66,7 +69,7 @@ class Snapshots(nn.Module):
     """The times of snapshots: after the observe calls start, start + every, …, counted from 0.
 
     If one of the two is None, `begin` spreads `wanted` snapshots over the part of the run after the share `tail`, with the
-    last one on the last step, and discards those of an earlier run. Without `begin`, every step from the first is recorded.
+    last one on the last step, and discards those of an earlier run. Without `begin`, every step is recorded, with a warning.
     The plan is saved with the state, so a resumed run continues with it.
     """
 
@@ -135,7 +138,14 @@ class Snapshots(nn.Module):
     def count_step(self) -> bool:
         """Whether to record the step just taken; call it once per step."""
         due = self.reads_next_step
-        self.observed.add()
+        if (
+            self.observed.add() == 1
+            and None in self.requested.values()
+            and not (self._is_waiting or self._read_plan()[3])
+        ):
+            log.warning(
+                "run of unknown length: every step is a snapshot; use ds.watching, or call begin(steps, 1) first"
+            )
         return due
 
     def _read_plan(self) -> list[int]:

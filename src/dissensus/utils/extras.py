@@ -13,6 +13,8 @@ EXTRAS = {
     "sklearn": ("dissensus.sklearn", "sklearn"),
     "export": ("an ONNX file", "onnx onnxscript"),
     "torchmetrics": ("a metric class", "torchmetrics"),
+    "transformers": ("dissensus.integrations.hf", "transformers accelerate"),
+    "lightning": ("dissensus.integrations.lightning", "lightning"),
 }
 NAMES = {"PIL": "pillow", "sklearn": "scikit-learn", "tomli_w": "tomli-w"}  # on package indexes, where they differ
 

@@ -20,7 +20,8 @@ from dissensus.utils.tensor_tree import TensorTree, all_submodules, derived_name
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
 OWN = vars(nn.Module()).keys()
-FULLY_SHARD = ("__", "_fsdp", "_is_fsdp")  # how names of attributes begin that torch's `fully_shard` adds
+# How names of attributes begin that `fully_shard`, Accelerate and Lightning add or change.
+WRAPPERS = ("__", "_fsdp", "_is_fsdp", "_is_accelerate", "_current_fx")
 Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
 
 
@@ -104,7 +105,7 @@ def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) 
         left_out = {*OWN, *derived_names(part)}
         if hasattr(part, "plain_class"):  # of a layer that a method has cut
             left_out |= {*part.added, "plain_class", "read_past"}
-        values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith(FULLY_SHARD)}
+        values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith(WRAPPERS)}
         if hooks:
             values["hooks"] = _ProcessLocal([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
         values |= {"training": part.training} if modes else {}

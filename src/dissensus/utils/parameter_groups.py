@@ -1,4 +1,4 @@
-"""Parameter groups for optimisers, the learning rate schedule, and checks of optimisers."""
+"""Parameter groups for optimisers, the learning rate schedule, clipping, and checks of optimisers."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part
 
 # Posterior -> the optimiser it last saw, with its step count. Not an attribute, because copies and pickles would hold it.
 _shown: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], list[int]]] = weakref.WeakKeyDictionary()
@@ -89,7 +91,8 @@ def constant_tail(t: float, *, tail: float = TAIL, floor: float = 0.5) -> float:
 
 def optimizer_refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
     """Why this kind of optimiser cannot train the posterior and its watchers; None if it can."""
-    for each in posterior.modules():
+    # Only these: an attribute `optimizers` of a network, as of a LightningModule, means something else.
+    for each in (posterior, *getattr(posterior, "watchers", ())):
         accepted: tuple[type[Optimizer], ...] | None = getattr(each, "optimizers", None)
         if accepted is not None and not issubclass(kind, accepted):
             kinds = " or ".join(one.__name__ for one in accepted)
@@ -107,6 +110,37 @@ def mixing_warnings(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str
         f"{type(optimizer).__name__} mixes the entries of each tensor, and members are stacked in one tensor: members "
         "influence each other; use SGD or Adam, or train the members one by one, each in a MAP"
     ]
+
+
+def clip_members(particles: Any, largest: float) -> Tensor:
+    """Scales gradients in place, each member's own ones separately, to norms of at most `largest`; (M,) norms before."""
+    own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
+    shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
+    if not own and not shared:
+        return torch.zeros(particles.members)
+    found = []
+    for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
+        if gradients:
+            norms = _squared_norms(gradients).sum(0).sqrt()
+            factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
+            for gradient in map(local_part, gradients):
+                gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
+            found.append(norms)
+    return found[0]
+
+
+def _squared_norms(gradients: list[Tensor]) -> Tensor:
+    """(T, M) squares of each tensor's norm, member by member."""
+    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    return torch.stack(
+        [
+            gather_full_tensor(each.square().sum(tuple(range(1, each.ndim))))
+            if is_divided(each)
+            else each.reshape(len(each), -1).square().sum(1)
+            for each in full
+        ]
+    )
 
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TorchDispatchMode"]  # a public class in a private module
@@ -44,6 +45,11 @@ def is_transformed(*tensors: Tensor) -> bool:
 def has_vmap_axis(x: Any) -> bool:
     """Whether this is a tensor with a hidden axis of vmap."""
     return isinstance(x, Tensor) and bool(functorch.is_batchedtensor(x))
+
+
+def is_inside_ddp() -> bool:
+    """Whether this is inside the forward of a DistributedDataParallel module."""
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -316,6 +316,11 @@ class RecordingPosterior(SamplingPosterior):
     floor: ClassVar[float] = 0.5  # factor of the rate at the end of the default schedule
     judged_by: ClassVar[Literal["current", "draw"] | None] = None  # a record belongs to a whole run, not to an epoch
 
+    def draw(self) -> DrawnFunctions:
+        """M functions sampled from the record; during a run, until there is a record, the networks themselves."""
+        under_way = int(self.steps) - self.steps_before_run < (self.run_length or 0)
+        return self.current() if under_way and self.stored is None and not self.ready else super().draw()
+
     def recorded_weights(self) -> Weights:
         """The weights to record; raises if the network's parameters have changed since the posterior was built."""
         self.check_network()
