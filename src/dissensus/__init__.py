@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from dissensus.core.calibrated import KIND_ROOMS
 from dissensus.core.divergence import Diverged
-from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, MultiLabel, Regression
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
+from dissensus.core.predictive import (
+    ClassificationPredictive,
+    MultiLabelPredictive,
+    Predictive,
+    RegressionPredictive,
+    SummaryPredictive,
+)
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.weights import Recorder
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
@@ -122,13 +129,14 @@ __all__ = [
     "Convergence", "Corruptions", "DeepEnsemble", "DistancesOverTraining", "Diverged", "DrawnFunctions",
     "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate",
     "GaussianPerturbation", "GaussianPrior", "Group", "HeteroscedasticRegression", "History", "ImagePrediction",
-    "Laplace", "Lengthscales", "Likelihood", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions",
-    "Modulation", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder",
-    "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior", "SnapshotEnsemble",
-    "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate", "capacity", "conformal", "convergence",
-    "data", "distributed", "evaluate", "export", "fit", "landscape", "load", "member_distances", "metrics", "nets",
-    "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save",
-    "selective", "sklearn", "summarise", "temperature_scale", "theory", "track",
+    "Laplace", "Lengthscales", "Likelihood", "Loader", "MCDropout", "MeanFieldVI", "MemberDistances",
+    "MemberFunctions", "Modulation", "MultiLabel", "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior",
+    "Predictive", "Prior", "RankOneBNN", "Recorder", "RecordingPosterior", "Regression", "RegressionPredictive",
+    "SamplingPosterior", "SnapshotEnsemble", "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate",
+    "capacity", "conformal", "convergence", "data", "distributed", "evaluate", "export", "fit", "landscape", "load",
+    "member_distances", "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches",
+    "predict_image", "refresh", "report", "save", "selective", "sklearn", "summarise", "temperature_scale", "theory",
+    "track",
 ]  # fmt: skip
 
 

@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
-from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.predictive import (
+    ClassificationPredictive,
+    MultiLabelPredictive,
+    Predictive,
+    RegressionPredictive,
+)
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.torch_private import unseen_by_function_modes
 
@@ -115,13 +120,20 @@ class Classification(Likelihood):
         class_weights: C numbers, used in training only; the loss is −Σ w_y log p_y / Σ w_y, as in torch's
             cross_entropy(weight=), and for soft labels the mean of −Σ_c w_c y_c log p_c. Predictions, validation and
             evaluation are not weighted.
+        label_smoothing: ε from 0 to below 1, used in training only: targets are (1 − ε) y + ε / C, as in torch's
+            cross_entropy(label_smoothing=).
     """
 
     def __init__(
-        self, ignore_index: int | None = None, *, class_weights: Sequence[float] | Tensor | None = None
+        self,
+        ignore_index: int | None = None,
+        *,
+        class_weights: Sequence[float] | Tensor | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
+        self.label_smoothing = float(number("label_smoothing", label_smoothing, least=0, below=1, hint="0.1 is usual"))
         given = class_weights.tolist() if isinstance(class_weights, Tensor) else class_weights
         hint = "to exclude a class, pass its label as ignore_index"
         weights = [float(number("every class weight", each, above=0, hint=hint)) for each in given or ()]
@@ -137,6 +149,8 @@ class Classification(Likelihood):
         return -F.cross_entropy(outputs, y.long(), reduction="none", ignore_index=ignored)
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        if self.label_smoothing:
+            return self._smoothed_nll(outputs, y, weight)
         unweighted = weight is None and self.class_weights is None
         plain = unweighted and self.ignore_index is None and not y.is_floating_point()
         if plain and type(self) is Classification:  # the same gradients without two changes of sign in every graph
@@ -147,6 +161,18 @@ class Classification(Likelihood):
             w = self._weight_of_classes(y.device, y.dtype)
             y = y * w.reshape(-1, *[1] * (y.ndim - 2))
         return super().nll(outputs, y, weight)
+
+    def _smoothed_nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        """() Σ w ℓ / Σ w w_y, with torch's loss ℓ of smoothed labels, which class weights multiply, and example weights w."""
+        outputs, soft = full_precision(outputs), y.is_floating_point()
+        of_classes = None if self.class_weights is None else self._weight_of_classes(outputs.device, outputs.dtype)
+        ignored = -100 if soft or self.ignore_index is None else self.ignore_index  # torch's loss is 0 there
+        how: Any = {"weight": of_classes, "ignore_index": ignored, "label_smoothing": self.label_smoothing}
+        loss = F.cross_entropy(outputs, y if soft else y.long(), reduction="none", **how)  # (B, ...)
+        w = torch.ones_like(loss) if weight is None else expand_weight(weight, loss)
+        counted = self.training_weight(y)
+        total = w.sum() if counted is None else (w * counted.to(w.dtype)).sum()
+        return (w * loss).sum() / total.clamp(min=torch.finfo(w.dtype).tiny)
 
     def training_weight(self, y: Tensor) -> Tensor | None:
         if self.class_weights is None or y.is_floating_point():
@@ -189,7 +215,8 @@ class Classification(Likelihood):
         )
 
     def config(self) -> dict[str, Any]:
-        return {"ignore_index": self.ignore_index, "class_weights": self.class_weights}
+        smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}  # older files have none
+        return {"ignore_index": self.ignore_index, "class_weights": self.class_weights, **smoothing}
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         _check_logits(output_shape)
@@ -228,6 +255,34 @@ class Classification(Likelihood):
             bad = low if low < 0 else high
             hint = "relabel the classes, or pass Classification(ignore_index=...)"
             raise ValueError(f"expected labels in 0…{classes - 1}, got {bad}; {hint}")
+
+
+class MultiLabel(Likelihood):
+    """The likelihood of several labels per example, each present or not: independent Bernoulli, given logits (B, L).
+
+    Targets (B, L) are 0 or 1, in any dtype, or numbers between, as mixup makes them. log p(y) is the sum over the L labels.
+    """
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return -F.binary_cross_entropy_with_logits(outputs, y.to(outputs.dtype), reduction="none").sum(1)  # (B,)
+
+    def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return outputs.sigmoid() * (-outputs).sigmoid(), None
+
+    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        return (full_precision(outputs),)
+
+    def predictive(self, *described: Tensor) -> Predictive:
+        return MultiLabelPredictive(*described)
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        if len(output_shape) != 2 or y.shape != output_shape:
+            got = f"{tuple(output_shape)} and {tuple(y.shape)}"
+            raise ValueError(
+                f"expected logits and targets of one shape (B, L), got {got}; pass a 0 or 1 for every label"
+            )
+        if y.device.type == "cpu" and y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
+            raise ValueError("expected targets from 0 to 1, got others; pass 1 for labels that are present, else 0")
 
 
 def full_precision(outputs: Tensor) -> Tensor:
@@ -326,18 +381,27 @@ class RealTargets(Likelihood):
     def config(self) -> dict[str, Any]:
         return {"targets": self.targets, "unit": self.unit}
 
-    def check_targets(self, shape: torch.Size, y: Tensor) -> None:
-        """Raises if y does not fit means of this shape, or the scale of the targets does not."""
+    def mean_shape(self, output_shape: torch.Size) -> torch.Size:
+        """Shape of the means, and of targets, for outputs of this shape; targets (B,) may stand for (B, 1)."""
+        return output_shape
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        shape = self.mean_shape(output_shape)
         if self.targets is not None and len(self.targets["mean"]) not in (1, shape[-1] if len(shape) > 1 else 1):
             found = len(self.targets["mean"])
             raise ValueError(f"expected one scale of the targets or {shape[-1]}, got {found}; pass one per output")
-        _check_real_targets(shape, y)
+        if not y.is_floating_point():
+            raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
+        if y.shape != shape:
+            raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape one of them")
+        if y.device.type == "cpu" and y.numel() and not all(math.isfinite(end.item()) for end in y.aminmax()):
+            raise ValueError("expected finite targets, got NaN or infinity; clean the data")
 
 
 class Regression(RealTargets):
     """The likelihood y ~ N(mean, noise²) of real targets; the network outputs the mean, the noise is fixed or learned.
 
-    Outputs and targets are (B, D) or (B,).
+    Outputs and targets are (B, D) or (B,). For outputs (B, 1), targets may be (B,).
 
     Args:
         noise: a standard deviation in the units of y, or "learned": one number per member, trained with the network.
@@ -389,15 +453,12 @@ class Regression(RealTargets):
     def config(self) -> dict[str, Any]:
         return {"noise": self.noise, "initial": self.initial, **super().config()}
 
-    def check(self, output_shape: torch.Size, y: Tensor) -> None:
-        self.check_targets(output_shape, y)
-
 
 class HeteroscedasticRegression(RealTargets):
     """The likelihood of real targets with noise that depends on the input (Lakshminarayanan et al. 2017).
 
-    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D): give the
-    network twice as many outputs as y has columns.
+    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D), or (B,) for
+    D = 1: give the network twice as many outputs as y has columns.
 
     Args:
         targets, unit: as in `Regression`.
@@ -418,20 +479,11 @@ class HeteroscedasticRegression(RealTargets):
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return self.to_target_units(*self._moments(full_precision(outputs)))
 
-    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+    def mean_shape(self, output_shape: torch.Size) -> torch.Size:
         if len(output_shape) < 2 or output_shape[1] % 2:
             got = tuple(output_shape)
             raise ValueError(f"expected outputs of shape (B, 2D), got {got}; double the network's last layer")
-        self.check_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
-
-
-def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
-    if not y.is_floating_point():
-        raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
-    if y.shape != shape:
-        raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape one of them")
-    if y.device.type == "cpu" and y.numel() and not all(math.isfinite(end.item()) for end in y.aminmax()):
-        raise ValueError("expected finite targets, got NaN or infinity; clean the data")
+        return torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:]))
 
 
 FAR = 5.0  # errors above this start the noise elsewhere than at 1: errors of standardised targets are smaller

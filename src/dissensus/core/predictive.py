@@ -6,10 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
@@ -19,11 +20,14 @@ class Predictive(ABC):
     """A posterior's prediction for B inputs, with its uncertainty; always `total = aleatoric + epistemic`.
 
     `len(predictive)` is B, `predictive[i]` is the prediction for some inputs, `Predictive.cat` joins batches. Base class
-    of `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
-    `targets` are those of the loader, if `ds.predict` or `ds.summarise` has read one; else None.
+    of `ClassificationPredictive`, `MultiLabelPredictive` and `RegressionPredictive`, which keep all M members, and of
+    `SummaryPredictive`. `targets` are those of the loader, if `ds.predict` or `ds.summarise` has read one; else None.
+    `ignore_index` is the likelihood's: `log_prob` is 0 at such labels.
     """
 
+    kind: ClassVar[str] = "other"  # what is predicted: "classification", "multilabel" or "regression"
     targets: Tensor | None = None
+    ignore_index: int | None = None
 
     @property
     @abstractmethod
@@ -99,18 +103,24 @@ class Predictive(ABC):
             found = sorted(tuple(each[0]) for each in shapes)
             raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
         columns = zip(*(part.defining_tensors() for part in parts), strict=True)
-        return type(parts[0])(*(torch.cat(each, dim=1) for each in columns))
+        return parts[0]._like(torch.cat(each, dim=1) for each in columns)
+
+    def _like(self, tensors: Iterable[Tensor]) -> Self:
+        """A predictive of this kind, defined by other tensors."""
+        found = type(self)(*tensors)
+        found.ignore_index = self.ignore_index
+        return found
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
-        return type(self)(*(tensor.to(target) for tensor in self.defining_tensors()))
+        return self._like(tensor.to(target) for tensor in self.defining_tensors())
 
     def __getitem__(self, index: int | slice | Tensor) -> Predictive:
         """The predictive for some of the inputs; an int selects one and keeps the batch axis."""
         if isinstance(index, int):
             at = range(len(self))[index]
             index = slice(at, at + 1)
-        return type(self)(*(tensor[:, index] for tensor in self.defining_tensors()))
+        return self._like(tensor[:, index] for tensor in self.defining_tensors())
 
     def __len__(self) -> int:
         return int(self.defining_tensors()[0].shape[1])
@@ -143,6 +153,7 @@ class Predictive(ABC):
 class CategoricalPredictive(Predictive):
     """Base class: everything that follows from the mixture's log-probabilities, without the members."""
 
+    kind = "classification"
     log_mean: Tensor  # (B, C, ...) log p̄
 
     @property
@@ -161,7 +172,10 @@ class CategoricalPredictive(Predictive):
             raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
         if soft:  # (B, C, ...)
             return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
-        return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+        if self.ignore_index is None:
+            return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+        counted = y != self.ignore_index
+        return self.log_mean.gather(1, y.long().where(counted, 0).unsqueeze(1)).squeeze(1).where(counted, 0.0)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`; not conformal: no guarantee."""
@@ -228,7 +242,71 @@ class ClassificationPredictive(CategoricalPredictive):
         return (self._log_probs,)
 
     def apply_temperature(self, temperature: float) -> ClassificationPredictive:
-        return ClassificationPredictive((self._log_probs / temperature).log_softmax(2))
+        return self._like([(self._log_probs / temperature).log_softmax(2)])
+
+
+class MultiLabelPredictive(Predictive):
+    """A mixture over members of L independent labels, each present or not, from members' logits (M, B, L).
+
+    `mean` (B, L) are the labels' probabilities, `member_means` (M, B, L) those of each member, `confidence` (B, L) that of the
+    likelier answer. Labels are independent within a member, not in the mixture: `log_prob` (B,) is log (1/M) Σ_m Π_l p_m(y_l).
+    `aleatoric`, `epistemic` and `total` (B,) are sums over labels, in nats, of what `per_label` has for each.
+
+    Args:
+        logits: (M, B, L).
+    """
+
+    kind = "multilabel"
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    @cached_property
+    def per_label(self) -> ClassificationPredictive:
+        """The labels as L classifications into absent (0) and present (1), with probabilities (B, 2, L)."""
+        return ClassificationPredictive(torch.stack([logsigmoid(-self._logits), logsigmoid(self._logits)], 2))
+
+    @property
+    def mean(self) -> Tensor:
+        return self.per_label.mean[:, 1]
+
+    @property
+    def member_means(self) -> Tensor:
+        return self._logits.sigmoid()
+
+    @property
+    def confidence(self) -> Tensor:
+        return self.per_label.confidence
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self.per_label.aleatoric.sum(1)
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self.per_label.epistemic.sum(1)
+
+    def member_log_prob(self, y: Tensor) -> Tensor:
+        """(M, B) log-probability of y (B, L) under each member."""
+        y = match_targets(y, self._logits.shape[1:]).to(self._logits.dtype)
+        return torch.lerp(logsigmoid(-self._logits), logsigmoid(self._logits), y).sum(2)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.member_log_prob(y).logsumexp(0) - math.log(len(self._logits))
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        lower, upper = self.per_label.interval(level)
+        return lower[:, 1], upper[:, 1]
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, L) labels 0 or 1, each row from one member chosen at random."""
+        return torch.bernoulli(self.member_means[_chosen_members(self._logits, n, generator)], generator=generator)
+
+    def defining_tensors(self) -> tuple[Tensor, ...]:
+        return (self._logits,)
+
+    def apply_temperature(self, temperature: float) -> MultiLabelPredictive:
+        return self._like([self._logits / temperature])
 
 
 class RegressionPredictive(Predictive):
@@ -240,6 +318,8 @@ class RegressionPredictive(Predictive):
     Args:
         means, variances: (M, B, D) or (M, B), in the units of y and y².
     """
+
+    kind = "regression"
 
     def __init__(self, means: Tensor, variances: Tensor) -> None:
         self._means, self.variances = means, variances
@@ -263,23 +343,16 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density of the mixture; the outputs of one member are independent."""
-        squares = (self._targets(y) - self._means) ** 2
+        squares = (match_targets(y, self._means.shape[1:]) - self._means) ** 2
         each = -0.5 * (squares / self.variances + self.variances.log() + math.log(2 * math.pi))
         each = each.flatten(2).sum(2) if each.ndim > 2 else each  # (M, B)
         return each.logsumexp(0) - math.log(len(each))
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), for each output separately."""
-        below: Tensor = torch.special.ndtr((self._targets(y) - self._means) / self.variances.sqrt())  # (M, B, D)
+        y = match_targets(y, self._means.shape[1:])
+        below: Tensor = torch.special.ndtr((y - self._means) / self.variances.sqrt())  # (M, B, D)
         return below.mean(0)
-
-    def _targets(self, y: Tensor) -> Tensor:
-        """y as a tensor of the mean's shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
-        y = tensor_of(y)
-        if y.ndim and y.shape != self._means.shape[1:]:
-            wanted = tuple(self._means.shape[1:])
-            raise ValueError(f"expected targets of shape {wanted}, got {tuple(y.shape)}; reshape them")
-        return y
 
     def quantile(self, q: float) -> Tensor:
         """(B, D) y with P(Y ≤ y) = q, for each output, by bisection to machine precision; q strictly between 0 and 1."""
@@ -304,19 +377,35 @@ class RegressionPredictive(Predictive):
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, D) draws, each from one member chosen at random per input."""
-        members, inputs = self._means.shape[:2]
-        device = self._means.device
-        integer("n", n)
-        who = torch.randint(members, (n, inputs), generator=generator, device=device)
-        rows = torch.arange(inputs, device=device)
-        mean, std = self._means[who, rows], self.variances[who, rows].sqrt()  # (n, B, D)
-        return mean + std * torch.randn(mean.shape, generator=generator, device=device, dtype=mean.dtype)
+        chosen = _chosen_members(self._means, n, generator)
+        mean, std = self._means[chosen], self.variances[chosen].sqrt()  # (n, B, D)
+        return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
     def defining_tensors(self) -> tuple[Tensor, ...]:
         return self._means, self.variances
 
     def apply_temperature(self, temperature: float) -> RegressionPredictive:
         return RegressionPredictive(self._means, self.variances * temperature**2)
+
+
+def _chosen_members(members: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Indices (n, B), (B,) into the first two axes of members (M, B, ...): one member at random for each draw and input."""
+    count, inputs = members.shape[:2]
+    who = torch.randint(count, (integer("n", n), inputs), generator=generator, device=members.device)
+    return who, torch.arange(inputs, device=members.device)
+
+
+def as_column(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Targets (B,) as a column (B, 1) where that is the shape of the means; others as they are."""
+    return y[:, None] if tuple(shape) == (*y.shape, 1) and y.ndim == 1 else y
+
+
+def match_targets(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """y as a tensor of the means' shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
+    y = as_column(tensor_of(y), shape)
+    if y.ndim and tuple(y.shape) != tuple(shape):
+        raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape them")
+    return y
 
 
 def _linear_quantile(ordered: Tensor, q: float) -> Tensor:
@@ -389,6 +478,8 @@ class ClassificationSummary(SummaryPredictive, CategoricalPredictive):
 
 class RegressionSummary(SummaryPredictive):
     """Mean, aleatoric and epistemic variance (1, B, D): the Gaussian with the mixture's mean and variance."""
+
+    kind = "regression"
 
     @property
     def mean(self) -> Tensor:
