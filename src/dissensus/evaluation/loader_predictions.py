@@ -171,9 +171,10 @@ def foreign_loader(given: Any, *, real: bool) -> Any:
 def with_placeholder_targets(given: Any) -> Any:
     """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
     x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
-    x = batches.split_labels(x)
+    if isinstance(x, Mapping) and isinstance(pair := batches.split_labels(x), tuple):
+        return pair
     if not is_array(x) and not isinstance(x, Mapping):
-        return x if isinstance(x, tuple) else given
+        return given
     count = len(x) if is_array(x) else batches.count_examples(batches.convert_inputs(x))
     return x, torch.zeros(count, dtype=torch.int64)  # no real numbers, which might be taken for a column of targets
 
