@@ -11,13 +11,7 @@ from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, MultiLabel, Regression
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.core.predictive import (
-    ClassificationPredictive,
-    MultiLabelPredictive,
-    Predictive,
-    RegressionPredictive,
-    SummaryPredictive,
-)
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.weights import Recorder
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
@@ -31,6 +25,7 @@ if TYPE_CHECKING:
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
+    from dissensus.core.predictive import MultiLabelPredictive
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.evaluation.member_diagnostics import (
@@ -103,6 +98,7 @@ _HOMES = {
     "MemberDistances": "evaluation.member_diagnostics",
     "MemberFunctions": "core.drawn_functions",
     "Modulation": "layers.modulation",
+    "MultiLabelPredictive": "core.predictive",
     "Particles": "core.particles",
     "RecordingPosterior": "methods.parts.sampling_posterior",
     "SamplingPosterior": "methods.parts.sampling_posterior",

@@ -109,7 +109,7 @@ def test_the_first_tensor_of_a_tuple_is_the_output():
     for outputs in ((logits,), (logits, hidden), (logits, (hidden, logits)), (torch.arange(4), logits, None)):
         assert batches.output_tensor(outputs) is logits
     for wrong in ((logits, torch.rand(4, 3)), (torch.arange(4),), ()):
-        refuses(lambda wrong=wrong: batches.output_tensor(wrong), "one tensor of their shape, got tuple", TypeError)
+        refuses(lambda wrong=wrong: batches.output_tensor(wrong), "one tensor, .* got tuple", TypeError)
 
 
 @pytest.mark.parametrize(("make", "outputs"), [(ds.Regression, 1), (ds.HeteroscedasticRegression, 2)])

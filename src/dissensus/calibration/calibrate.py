@@ -68,7 +68,7 @@ def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMe
         *(rows.nll(at) for at in (lens, before)),
         *(calibration_error(rows, at) for at in (lens, before)),
     )
-    posterior.recalibrate(*lens[:2])
+    posterior.recalibrate(*lens)
     return calibrated
 
 

@@ -79,13 +79,11 @@ def split_labels(given: Any, labels: str | None = None, *, required: bool = Fals
     return given
 
 
-def drop_labels(network: nn.Module, x: Any) -> Any:
-    """Inputs without the labels of a mapping that was a loader's batch; those that the network's forward needs are kept."""
-    if not isinstance(x, Mapping) or not any(name in x for name in LABELS):
-        return x
-    parameters = inspect.signature(network.forward).parameters
-    needed = {name for name, each in parameters.items() if each.default is each.empty}
-    return {name: value for name, value in x.items() if name not in LABELS or name in needed}
+def drop_labels(network: nn.Module, x: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping without its labels, since it may be a loader's batch; those that the network's forward needs are kept."""
+    parameters = inspect.signature(network.forward).parameters.items()
+    dropped = {*LABELS} - {name for name, each in parameters if each.default is each.empty}
+    return {name: value for name, value in x.items() if name not in dropped}
 
 
 def check_input_names(network: nn.Module, x: Inputs) -> None:
@@ -123,8 +121,7 @@ def output_tensor(outputs: Any) -> Tensor:
         found = None if any(each.shape == found.shape for each in others) else found
     if not isinstance(found, Tensor):
         got = type(outputs).__name__
-        wanted = '"logits" or "out", or a tuple with one tensor of their shape'
-        raise TypeError(f"expected a network that returns one tensor, or {wanted}, got {got}; wrap it")
+        raise TypeError(f'expected a network that returns one tensor, or "logits" or "out", got {got}; wrap it')
     return found
 
 

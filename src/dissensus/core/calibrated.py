@@ -82,18 +82,17 @@ class Correction(NamedTuple):
 
     temperature: float
     calibration: Calibration | None
-    ignore_index: int | None = None  # the likelihood's label of what does not count
 
     def correct_members(self, predictive: Predictive) -> Predictive:
         """Some members, tempered and calibrated; call `mixture` once all members are there."""
         tempered = predictive if self.temperature == 1.0 else predictive.apply_temperature(self.temperature)
-        return tempered if self.calibration is None else self.calibration.calibrate_members(tempered)
+        return tempered if self.calibration is None else self.calibration.calibrate_members(tempered).mark(predictive)
 
     def correct_mixture(self, predictive: Predictive) -> Predictive:
         """The calibrated mixture of all members."""
-        found = predictive if self.calibration is None else self.calibration.calibrate_mixture(predictive)
-        found.ignore_index = self.ignore_index
-        return found
+        if self.calibration is None:
+            return predictive
+        return self.calibration.calibrate_mixture(predictive).mark(predictive)
 
     def correct_logits(self, logits: Tensor) -> Tensor:
         """Members' logits (M, B, C, ...), tempered and calibrated as by `members`."""
@@ -153,8 +152,7 @@ class CalibratedModule(nn.Module):
         """The present temperature and calibration."""
         with self.particles.lock_network():
             temperature: Any = self._buffers["temperature"]
-            ignored = getattr(self.particles.likelihood, "ignore_index", None)
-            return Correction(temperature.item(), self._modules["calibration"], ignored)  # type: ignore[arg-type]
+            return Correction(temperature.item(), self._modules["calibration"])  # type: ignore[arg-type]
 
     @final
     def add_guarantee(self, name: str, promise: Guarantee) -> None:

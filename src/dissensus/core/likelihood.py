@@ -10,15 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
-from dissensus.core.predictive import (
-    ClassificationPredictive,
-    MultiLabelPredictive,
-    Predictive,
-    RegressionPredictive,
-)
+from dissensus.core.predictive import ClassificationPredictive, MultiLabelPredictive, Predictive, RegressionPredictive
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.torch_private import unseen_by_function_modes
 
+Weights = Sequence[float] | Tensor
 NO_LABEL = -(2**62)  # torch's own, -100, would leave rows out of a mean without a word
 
 
@@ -125,11 +121,7 @@ class Classification(Likelihood):
     """
 
     def __init__(
-        self,
-        ignore_index: int | None = None,
-        *,
-        class_weights: Sequence[float] | Tensor | None = None,
-        label_smoothing: float = 0.0,
+        self, ignore_index: int | None = None, *, class_weights: Weights | None = None, label_smoothing: float = 0.0
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
@@ -164,14 +156,14 @@ class Classification(Likelihood):
 
     def _smoothed_nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         """() Σ w ℓ / Σ w w_y, with torch's loss ℓ of smoothed labels, which class weights multiply, and example weights w."""
-        outputs, soft = full_precision(outputs), y.is_floating_point()
-        of_classes = None if self.class_weights is None else self._weight_of_classes(outputs.device, outputs.dtype)
-        ignored = -100 if soft or self.ignore_index is None else self.ignore_index  # torch's loss is 0 there
-        how: Any = {"weight": of_classes, "ignore_index": ignored, "label_smoothing": self.label_smoothing}
-        loss = F.cross_entropy(outputs, y if soft else y.long(), reduction="none", **how)  # (B, ...)
+        outputs, soft, counted = full_precision(outputs), y.is_floating_point(), self.training_weight(y)
+        how: Any = {"ignore_index": -100 if soft or self.ignore_index is None else self.ignore_index}
+        if self.class_weights is not None:
+            how["weight"] = self._weight_of_classes(outputs.device, outputs.dtype)
+        how |= {"reduction": "none", "label_smoothing": self.label_smoothing}
+        loss = F.cross_entropy(outputs, y if soft else y.long(), **how)  # (B, ...), 0 where ignored
         w = torch.ones_like(loss) if weight is None else expand_weight(weight, loss)
-        counted = self.training_weight(y)
-        total = w.sum() if counted is None else (w * counted.to(w.dtype)).sum()
+        total = (w if counted is None else w * counted.to(w.dtype)).sum()
         return (w * loss).sum() / total.clamp(min=torch.finfo(w.dtype).tiny)
 
     def training_weight(self, y: Tensor) -> Tensor | None:
@@ -199,7 +191,9 @@ class Classification(Likelihood):
         return (F.log_softmax(full_precision(outputs), dim=1),)
 
     def predictive(self, *described: Tensor) -> Predictive:
-        return ClassificationPredictive(*described)
+        found = ClassificationPredictive(*described)
+        found.ignore_index = self.ignore_index
+        return found
 
     def output_warning(self, outputs: Tensor) -> str | None:
         if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
@@ -277,10 +271,8 @@ class MultiLabel(Likelihood):
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         if len(output_shape) != 2 or y.shape != output_shape:
-            got = f"{tuple(output_shape)} and {tuple(y.shape)}"
-            raise ValueError(
-                f"expected logits and targets of one shape (B, L), got {got}; pass a 0 or 1 for every label"
-            )
+            got = f"{tuple(output_shape)} and {tuple(y.shape)}; pass a 0 or 1 for every label"
+            raise ValueError(f"expected logits and targets of one shape (B, L), got {got}")
         if y.device.type == "cpu" and y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
             raise ValueError("expected targets from 0 to 1, got others; pass 1 for labels that are present, else 0")
 

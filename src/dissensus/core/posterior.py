@@ -10,7 +10,7 @@ import logging
 import re
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
@@ -242,9 +242,9 @@ class Posterior(TrainableModule, ABC):
 
         Of a mapping, the entries "labels" and "label" are left out, unless the network's forward needs them.
         """
-        if self.inputs is not None:
-            return self.inputs(x).to(self.temperature.dtype)
-        return batches.convert_inputs(batches.drop_labels(self.particles.template.network, x))
+        if isinstance(x, Mapping):
+            x = batches.drop_labels(self.particles.template.network, x)
+        return batches.convert_inputs(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
     def _make_batch(self, given: Any, *, anywhere: bool = False) -> Batch:
         """A batch from a loader, its inputs transformed, its targets in the shape of the outputs; checked when it is made."""

@@ -107,9 +107,12 @@ class Predictive(ABC):
 
     def _like(self, tensors: Iterable[Tensor]) -> Self:
         """A predictive of this kind, defined by other tensors."""
-        found = type(self)(*tensors)
-        found.ignore_index = self.ignore_index
-        return found
+        return type(self)(*tensors).mark(self)
+
+    def mark(self, like: Predictive) -> Self:
+        """This predictive, with another's `ignore_index`."""
+        self.ignore_index = like.ignore_index
+        return self
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
@@ -508,6 +511,7 @@ class RunningSummary:
 
     def __init__(self, predictives: Iterable[Predictive] = ()) -> None:
         self.count = 0
+        self.ignore_index: int | None = None
         self._sums: tuple[Tensor, ...] = ()
         self._classification = False
         for predictive in predictives:
@@ -518,6 +522,7 @@ class RunningSummary:
         new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
             new.count, new._classification = len(predictive.log_probs), True
+            new.ignore_index = predictive.ignore_index
             log_sum = predictive.log_mean + math.log(new.count)  # (B, C, ...)
             new._sums = log_sum, predictive.aleatoric * new.count  # (B, ...)
         elif isinstance(predictive, RegressionPredictive):
@@ -541,6 +546,7 @@ class RunningSummary:
             self._sums = mean, scatter, self._sums[2] + noise
         else:
             self._sums, self._classification = other._sums, other._classification
+            self.ignore_index = other.ignore_index
         self.count += other.count
 
     def summary(self) -> SummaryPredictive:
@@ -549,7 +555,10 @@ class RunningSummary:
             log_mean = self._sums[0] - math.log(self.count)
             aleatoric = self._sums[1] / self.count
             entropy = entropy_terms(log_mean.exp()).sum(1)
-            return ClassificationSummary(log_mean[None], aleatoric[None], (entropy - aleatoric).clamp(min=0)[None])
+            epistemic = (entropy - aleatoric).clamp(min=0)
+            found = ClassificationSummary(log_mean[None], aleatoric[None], epistemic[None])
+            found.ignore_index = self.ignore_index
+            return found
         mean, scatter, noise = self._sums
         return RegressionSummary(mean[None], (noise / self.count)[None], (scatter / self.count)[None])
 

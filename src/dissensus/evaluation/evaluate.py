@@ -65,7 +65,7 @@ def evaluate(
             pass over the loader. None applies none.
         attack: `AttackCurves(epsilons=[...])`: attacks on the loader's inputs, in one more pass. None runs none.
         score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
-            a regression "variance" (None) or "epistemic"; for several labels "entropy" (None) or "mutual_information".
+            a regression "variance" (None) or "epistemic". Several labels have the first three, summed over labels.
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
         precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
             Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.

@@ -322,7 +322,7 @@ def attacked_inputs(
 ) -> AttackedInputs:
     """AttackedInputs of a loader; after every batch, `tell` is called with the number of inputs done."""
     posterior, member = functions.posterior, MAP(functions.drawn.member(0), likelihood=functions.posterior.likelihood)
-    member.recalibrate(*copy.deepcopy(posterior.current_correction())[:2])
+    member.recalibrate(*copy.deepcopy(posterior.current_correction()))
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
     rows, seen = [], 0

@@ -1,5 +1,6 @@
 """Metrics of predictions with one answer per input: classifications and regressions."""
 
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +16,7 @@ from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")
 # kind of predictions -> the scores that can rank inputs; the first is the default
 OOD_SCORES = {"classification": CLASS_SCORES, "segmentation": CLASS_SCORES, "regression": tuple(VALUE_UNCERTAINTY)}
-OOD_SCORES["multilabel"] = ("entropy", "mutual_information")
+OOD_SCORES["multilabel"] = tuple(CLASS_UNCERTAINTY)
 OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjusted, metrics.fpr95, metrics.fpr95_in)
 
 
@@ -30,7 +31,7 @@ def class_metrics(predictions: Predictions) -> dict[str, float]:
         "brier": float(metrics.brier(probabilities, y)),
         "ece": float(metrics.ece(probabilities, labels)),
         # Ranked by −log max p: probabilities that round to 1 would tie.
-        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean), 1 - correct)),
+        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)),
     }
 
 
@@ -41,7 +42,7 @@ def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
     confidence, prediction = probabilities.max(1)
     correct = metrics.accuracy_values(probabilities, labels)
     bins = metrics.reliability_bins(probabilities, labels)
-    curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean), 1 - correct)
+    curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)
     return {
         "test/target": labels,
         "test/prediction": prediction,
@@ -110,47 +111,38 @@ CLASSIFICATION = MetricFunctions("classification", class_metrics, class_arrays, 
 
 
 def multilabel_metrics(predictions: Predictions) -> dict[str, float]:
-    """nll of all labels of a row together; accuracy, brier and ece over labels; exact_match; mean average_precision."""
-    arrays = multilabel_arrays(predictions)
-    p, labels = predictions.predictive.per_label.mean, arrays["test/target"]  # (N, 2, L), (N, L)
-    both = [each for each in zip(p[:, 1].T, labels.T == 1, strict=True) if 0 < each[1].sum() < len(p)]
-    ranked = [float(metrics.aupr(score[~present], score[present])) for score, present in both]
-    return {
-        "accuracy": float(arrays["test/correct"].mean()),
-        "exact_match": float(arrays["test/exact_match"].mean()),
-        "nll": float(arrays["test/nll"].mean()),
-        "brier": float(metrics.brier(p, labels)),
-        "ece": float(metrics.ece(p, labels)),
-        **({"average_precision": fmean(ranked)} if ranked else {}),
-    }
+    """The metrics of the labels as classifications; nll of a row's labels together, exact_match, mean average_precision."""
+    arrays, p = multilabel_arrays(predictions), predictions.predictive.mean  # (N, L)
+    present = arrays["test/target"] == 1
+    both = [each for each in zip(p.T, present.T, strict=True) if 0 < each[1].sum() < len(p)]
+    ranked = [float(metrics.aupr(score[~there], score[there])) for score, there in both]
+    rows = {name: float(arrays[f"test/{name}"].mean()) for name in ("nll", "exact_match")}
+    return class_metrics(_per_label(predictions)) | rows | ({"average_precision": fmean(ranked)} if ranked else {})
 
 
 def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
-    """Values per example, and the reliability bins over all labels."""
-    predictive, labels = predictions.predictive, (predictions.targets > 0.5).long()  # also of targets between 0 and 1
-    p = predictive.per_label.mean  # (N, 2, L)
-    correct, bins = (p.argmax(1) == labels).double(), metrics.reliability_bins(p, labels)  # (N, L)
-    return {
-        "test/target": labels,
-        "test/prediction": p.argmax(1),
-        "test/correct": correct.mean(1),
-        "test/exact_match": correct.amin(1),
-        "test/nll": -predictive.log_prob(predictions.targets).double(),
-        **{f"reliability/{name}": value for name, value in bins._asdict().items()},
-    }
+    """Values per example, target and prediction (N, L), the reliability bins and the risk–coverage curve of all labels."""
+    found = class_arrays(_per_label(predictions))
+    correct = found["test/correct"].reshape(found["test/target"].shape)  # (N, L)
+    nll = -predictions.predictive.log_prob(predictions.targets).double()
+    return found | {"test/correct": correct.mean(1), "test/exact_match": correct.amin(1), "test/nll": nll}
 
 
 def multilabel_scores(predictions: Predictions) -> dict[str, Tensor]:
     """OOD scores, summed over labels: name -> (N,) float64."""
-    predictive = predictions.predictive
-    return {"entropy": predictive.total.double(), "mutual_information": predictive.epistemic.double()}
+    return {name: score.sum(1) for name, score in class_scores(_per_label(predictions)).items()}
 
 
 def multilabel_members(predictions: Predictions) -> dict[str, float]:
     """NLL of the members, alone and together; empty for a single member."""
-    if predictions.members == 1:
-        return {}
-    return _member_nll(predictions.predictive.member_log_prob(predictions.targets))
+    log_prob = predictions.predictive.member_log_prob
+    return {} if predictions.members == 1 else _member_nll(log_prob(predictions.targets))
+
+
+def _per_label(predictions: Predictions) -> Predictions:
+    """The labels as classifications into absent and present, (N, 2, L); targets between 0 and 1 are rounded."""
+    rounded = (predictions.targets > 0.5).long()
+    return replace(predictions, predictive=predictions.predictive.per_label, targets=rounded)
 
 
 MULTILABEL = MetricFunctions("multilabel", multilabel_metrics, multilabel_arrays, multilabel_scores, multilabel_members)

@@ -132,7 +132,7 @@ def with_calibration(
     """
     part = metric_functions(test)
     own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; the best temperature is relative to it
-    if lens is None or lens[:2] == (1.0, None):
+    if lens is None or lens == Correction(1.0, None):
         lens = Correction(best_temperature(held.predictive.apply_temperature(1 / own), held.targets), None)
     seen, seen_held = (replace(p, predictive=_recalibrate(p.predictive, lens, own)) for p in (test, held))
     found = {f"calibrated/{key}": value for key, value in part.metrics(seen).items()}
