@@ -83,7 +83,7 @@ def test_names_that_do_not_fit_are_one_error_before_training():
         ds.fit(posterior, loader, epochs=1, progress=False)
 
     extra = [{**x, "idx": y, "text": ["a"] * len(y), "labels": y}]
-    refuses(lambda: fit(extra), r"got 'idx', 'text', which Pair.forward does not take; remove them")
+    refuses(lambda: fit(extra), r"got 'idx', 'text', which Pair.forward does not take; rename or remove them")
     refuses(lambda: fit([{**x, "target": y}]), r"got 'a', 'b', 'target'; pass ds.Loader\(loader, labels=", TypeError)
     refuses(lambda: fit(ds.Loader([{**x}], labels="target")), "an entry 'target', got 'a', 'b'", TypeError)
     refuses(lambda: fit({**x, "target": y}), "an entry 'labels' or 'label', got", TypeError)

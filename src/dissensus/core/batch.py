@@ -94,7 +94,7 @@ def check_input_names(network: nn.Module, x: Inputs) -> None:
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     if extra := [repr(name) for name in x if name not in parameters and not takes_all]:
         got = f"{', '.join(extra)}, which {type(network).__name__}.forward does not take"
-        raise ValueError(f"expected inputs that the network takes, got {got}; remove them from the batches")
+        raise ValueError(f"expected inputs that the network takes, got {got}; rename or remove them")
 
 
 def call_network(network: nn.Module, x: Inputs) -> Tensor:
