@@ -117,8 +117,8 @@ def output_tensor(outputs: Any) -> Tensor:
     # tensor of that shape (a variance, auxiliary logits), are refused, because their other tensors belong in the loss.
     found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
     if type(outputs) is tuple:
-        found, *others = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()] or [None]
-        found = None if any(each.shape == found.shape for each in others) else found
+        tensors: list[Any] = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+        found = tensors[0] if sum(each.shape == tensors[0].shape for each in tensors) == 1 else None
     if not isinstance(found, Tensor):
         got = type(outputs).__name__
         raise TypeError(f'expected a network that returns one tensor, or "logits" or "out", got {got}; wrap it')

@@ -35,7 +35,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles, Rows, copy_likelihood
 from dissensus.core.posterior import Posterior
@@ -526,8 +526,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
         posterior.check_inputs(x)
         outputs = MemberOutputs(posterior, x)
         if y is not None:
-            posterior.check_batch(batch := next(posterior.read([(x, y)])))
-            y = batch.y
+            posterior.check_batch(Batch.from_tuple((x, y)))
         rate = largest_rate(outputs, y)
         if members > 1:
             measured, found = overlap(outputs), correlation_of(outputs)
