@@ -90,6 +90,11 @@ def test_metrics_of_labels_are_those_of_their_definitions():
     assert found.kind == "multilabel"
     for name, value in expected.items():
         assert found.metrics[name] == pytest.approx(float(value), abs=1e-12), name
+    each = {"correct": "accuracy", "exact_match": "exact_match", "nll": "nll", "brier": "brier"}
+    for name, metric in each.items():
+        assert found.arrays[f"test/{name}"].shape == (60,)
+        assert float(found.arrays[f"test/{name}"].mean()) == pytest.approx(found.metrics[metric], abs=1e-12)
+    assert "nats" in predictive._repr_html_()
     half = ds.evaluate(posterior, (x, 0.2 + 0.6 * y), progress=False).metrics  # as mixup makes them
     assert half["accuracy"] == found.metrics["accuracy"]
     assert half["nll"] == pytest.approx(-float(predictive.log_prob(0.2 + 0.6 * y).mean()), abs=1e-12)

@@ -574,7 +574,7 @@ def html_table(predictive: Any) -> str:
     else:
         shown = {} if classed else {"mean": _texts(few.mean)}
     shown |= {name: _texts(getattr(few, name)) for name in ("aleatoric", "epistemic", "total")}
-    unit = "nats" if classed else "variance"
+    unit = "nats" if predictive.kind in ("classification", "multilabel") else "variance"
     head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
     rows = zip(range(len(few)), *shown.values(), strict=True)
     body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)

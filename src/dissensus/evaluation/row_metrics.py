@@ -80,14 +80,14 @@ def class_members(predictions: Predictions) -> dict[str, float]:
     members, y, labels = predictions.predictive.log_probs, predictions.targets, predictions.labels
     nll = torch.stack([metrics.nll(member, y) for member in members])
     accuracy = torch.stack([metrics.accuracy(member.exp(), labels) for member in members])
-    soft_gain = nll.mean() - metrics.nll(predictions.predictive.log_mean, y)
+    gain = metrics.ensemble_gain(members, y).diversity if y is labels else nll.mean() + predictions.log_prob.mean()
     return {
         "members/count": float(len(members)),
         "members/nll": float(nll.mean()),
         "members/nll_best": float(nll.min()),
         "members/accuracy": float(accuracy.mean()),
         "members/accuracy_best": float(accuracy.max()),
-        "members/diversity": float(metrics.ensemble_gain(members, y).diversity if y is labels else soft_gain),
+        "members/diversity": float(gain),
         "members/disagreement": float(metrics.disagreement(members)),
         "members/effective_members": float(metrics.effective_members(members, labels)),
     }
@@ -123,9 +123,16 @@ def multilabel_metrics(predictions: Predictions) -> dict[str, float]:
 def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """Values per example, target and prediction (N, L), the reliability bins and the risk–coverage curve of all labels."""
     found = class_arrays(_per_label(predictions))
-    correct = found["test/correct"].reshape(found["test/target"].shape)  # (N, L)
-    nll = -predictions.predictive.log_prob(predictions.targets).double()
-    return found | {"test/correct": correct.mean(1), "test/exact_match": correct.amin(1), "test/nll": nll}
+    correct, brier = (
+        found[key].reshape(found["test/target"].shape) for key in ("test/correct", "test/brier")
+    )  # (N, L)
+    rows = {
+        "correct": correct.mean(1),
+        "exact_match": correct.amin(1),
+        "brier": brier.mean(1),
+        "nll": -predictions.log_prob,
+    }
+    return found | {f"test/{name}": value for name, value in rows.items()}
 
 
 def multilabel_scores(predictions: Predictions) -> dict[str, Tensor]:
