@@ -238,10 +238,7 @@ class Posterior(TrainableModule, ABC):
 
     @final
     def transform_inputs(self, x: Any) -> Inputs:
-        """Inputs in the form that the networks take: arrays as tensors, raw inputs transformed by `inputs`, if set.
-
-        Of a mapping, the entries "labels" and "label" are left out, unless the network's forward needs them.
-        """
+        """Inputs as the networks take them: arrays as tensors, raw inputs transformed by `inputs`, a mapping without labels."""
         if isinstance(x, Mapping):
             x = batches.drop_labels(self.particles.template.network, x)
         return batches.convert_inputs(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)

@@ -43,11 +43,6 @@ class Predictions:
         return 1 if single else int(self.predictive.defining_tensors()[0].shape[0])
 
     @property
-    def log_prob(self) -> Tensor:
-        """(N,) log-probability of the targets under the mixture, in float64."""
-        return self.predictive.log_prob(self.targets).double()  # type: ignore[no-any-return]
-
-    @property
     def labels(self) -> Tensor:
         """(N,) the true classes of a classification; of soft labels the likeliest."""
         return hard_labels(self.targets)

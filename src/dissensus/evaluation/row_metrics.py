@@ -77,10 +77,11 @@ def class_members(predictions: Predictions) -> dict[str, float]:
     """Metrics of the members, alone and together; empty for a single member."""
     if predictions.members == 1:
         return {}
-    members, y, labels = predictions.predictive.log_probs, predictions.targets, predictions.labels
+    predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
+    members = predictive.log_probs
     nll = torch.stack([metrics.nll(member, y) for member in members])
     accuracy = torch.stack([metrics.accuracy(member.exp(), labels) for member in members])
-    gain = metrics.ensemble_gain(members, y).diversity if y is labels else nll.mean() + predictions.log_prob.mean()
+    gain = metrics.ensemble_gain(members, y).diversity if y is labels else nll.mean() + predictive.log_prob(y).mean()
     return {
         "members/count": float(len(members)),
         "members/nll": float(nll.mean()),
@@ -126,13 +127,9 @@ def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
     correct, brier = (
         found[key].reshape(found["test/target"].shape) for key in ("test/correct", "test/brier")
     )  # (N, L)
-    rows = {
-        "correct": correct.mean(1),
-        "exact_match": correct.amin(1),
-        "brier": brier.mean(1),
-        "nll": -predictions.log_prob,
-    }
-    return found | {f"test/{name}": value for name, value in rows.items()}
+    nll = -predictions.predictive.log_prob(predictions.targets).double()
+    rows = {"test/correct": correct.mean(1), "test/exact_match": correct.amin(1), "test/brier": brier.mean(1)}
+    return found | rows | {"test/nll": nll}
 
 
 def multilabel_scores(predictions: Predictions) -> dict[str, Tensor]:
