@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dissensus.core.calibrated import KIND_ROOMS
 from dissensus.core.divergence import Diverged
-from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, MultiLabel, Regression
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.loader import Loader
+from dissensus.core.multilabel import MultiLabel, MultiLabelPredictive
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
-    from dissensus.core.predictive import MultiLabelPredictive
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.evaluation.member_diagnostics import (
@@ -98,7 +98,6 @@ _HOMES = {
     "MemberDistances": "evaluation.member_diagnostics",
     "MemberFunctions": "core.drawn_functions",
     "Modulation": "layers.modulation",
-    "MultiLabelPredictive": "core.predictive",
     "Particles": "core.particles",
     "RecordingPosterior": "methods.parts.sampling_posterior",
     "SamplingPosterior": "methods.parts.sampling_posterior",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
-from dissensus.core.predictive import ClassificationPredictive, MultiLabelPredictive, Predictive, RegressionPredictive
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.torch_private import unseen_by_function_modes
 
@@ -249,32 +249,6 @@ class Classification(Likelihood):
             bad = low if low < 0 else high
             hint = "relabel the classes, or pass Classification(ignore_index=...)"
             raise ValueError(f"expected labels in 0…{classes - 1}, got {bad}; {hint}")
-
-
-class MultiLabel(Likelihood):
-    """The likelihood of several labels per example, each present or not: independent Bernoulli, given logits (B, L).
-
-    Targets (B, L) are 0 or 1, in any dtype, or numbers between, as mixup makes them. log p(y) is the sum over the L labels.
-    """
-
-    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return -F.binary_cross_entropy_with_logits(outputs, y.to(outputs.dtype), reduction="none").sum(1)  # (B,)
-
-    def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return outputs.sigmoid() * (-outputs).sigmoid(), None
-
-    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        return (full_precision(outputs),)
-
-    def predictive(self, *described: Tensor) -> Predictive:
-        return MultiLabelPredictive(*described)
-
-    def check(self, output_shape: torch.Size, y: Tensor) -> None:
-        if len(output_shape) != 2 or y.shape != output_shape:
-            got = f"{tuple(output_shape)} and {tuple(y.shape)}; pass a 0 or 1 for every label"
-            raise ValueError(f"expected logits and targets of one shape (B, L), got {got}")
-        if y.device.type == "cpu" and y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
-            raise ValueError("expected targets from 0 to 1, got others; pass 1 for labels that are present, else 0")
 
 
 def full_precision(outputs: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
@@ -248,70 +247,6 @@ class ClassificationPredictive(CategoricalPredictive):
         return self._like([(self._log_probs / temperature).log_softmax(2)])
 
 
-class MultiLabelPredictive(Predictive):
-    """A mixture over members of L independent labels, each present or not, from members' logits (M, B, L).
-
-    `mean` (B, L) are the labels' probabilities, `member_means` (M, B, L) those of each member, `confidence` (B, L) that of the
-    likelier answer. Labels are independent within a member, not in the mixture: `log_prob` (B,) is log (1/M) Σ_m Π_l p_m(y_l).
-    `aleatoric`, `epistemic` and `total` (B,) are sums over labels, in nats, of what `per_label` has for each.
-
-    Args:
-        logits: (M, B, L).
-    """
-
-    kind = "multilabel"
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-
-    @cached_property
-    def per_label(self) -> ClassificationPredictive:
-        """The labels as L classifications into absent (0) and present (1), with probabilities (B, 2, L)."""
-        return ClassificationPredictive(torch.stack([logsigmoid(-self._logits), logsigmoid(self._logits)], 2))
-
-    @property
-    def mean(self) -> Tensor:
-        return self.per_label.mean[:, 1]
-
-    @property
-    def member_means(self) -> Tensor:
-        return self._logits.sigmoid()
-
-    @property
-    def confidence(self) -> Tensor:
-        return self.per_label.confidence
-
-    @property
-    def aleatoric(self) -> Tensor:
-        return self.per_label.aleatoric.sum(1)
-
-    @property
-    def epistemic(self) -> Tensor:
-        return self.per_label.epistemic.sum(1)
-
-    def member_log_prob(self, y: Tensor) -> Tensor:
-        """(M, B) log-probability of y (B, L) under each member."""
-        y = match_targets(y, self._logits.shape[1:]).to(self._logits.dtype)
-        return torch.lerp(logsigmoid(-self._logits), logsigmoid(self._logits), y).sum(2)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        return self.member_log_prob(y).logsumexp(0) - math.log(len(self._logits))
-
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        lower, upper = self.per_label.interval(level)
-        return lower[:, 1], upper[:, 1]
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, L) labels 0 or 1, each row from one member chosen at random."""
-        return torch.bernoulli(self.member_means[_chosen_members(self._logits, n, generator)], generator=generator)
-
-    def defining_tensors(self) -> tuple[Tensor, ...]:
-        return (self._logits,)
-
-    def apply_temperature(self, temperature: float) -> MultiLabelPredictive:
-        return self._like([self._logits / temperature])
-
-
 class RegressionPredictive(Predictive):
     """A mixture of Gaussians from members' means and variances (M, B, D).
 
@@ -380,7 +315,7 @@ class RegressionPredictive(Predictive):
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, D) draws, each from one member chosen at random per input."""
-        chosen = _chosen_members(self._means, n, generator)
+        chosen = choose_members(self._means, n, generator)
         mean, std = self._means[chosen], self.variances[chosen].sqrt()  # (n, B, D)
         return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
@@ -391,7 +326,7 @@ class RegressionPredictive(Predictive):
         return RegressionPredictive(self._means, self.variances * temperature**2)
 
 
-def _chosen_members(members: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def choose_members(members: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Indices (n, B), (B,) into the first two axes of members (M, B, ...): one member at random for each draw and input."""
     count, inputs = members.shape[:2]
     who = torch.randint(count, (integer("n", n), inputs), generator=generator, device=members.device)

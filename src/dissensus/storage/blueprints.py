@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from dissensus.core.description import describe_network, differences, layer_lines, short_layer_line
-from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, MultiLabel, Regression
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
+from dissensus.core.multilabel import MultiLabel
 from dissensus.core.particles import store_tensors_once
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
