@@ -470,7 +470,7 @@ def test_bad_arguments_are_one_clear_error(keywords, message):
 
 
 @pytest.mark.parametrize(("y", "message"), [
-    (torch.eye(3)[torch.zeros(60, dtype=torch.long)], "class indices to evaluate on"),
+    (torch.ones(60, 3), "expected soft labels ≥ 0 that sum to one"),
     (torch.eye(3, dtype=torch.long)[torch.zeros(60, dtype=torch.long)], "not one-hot rows"),
     (torch.full((60,), -1), "expected labels in 0…2, got -1"),
 ])  # fmt: skip

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dissensus.core.calibrated import KIND_ROOMS
 from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
+from dissensus.core.loader import Loader
+from dissensus.core.multilabel import MultiLabel, MultiLabelPredictive
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
@@ -120,17 +122,17 @@ _ROOMS = ("attacks", "data", "distributed", "integrations", "landscape", "metric
 
 __all__ = [
     "HMC", "LIT", "MAP", "METHODS", "SGHMC", "SVGD", "SWA", "SWAG", "TRADI", "Annealing", "AttackCurves",
-    "BatchEnsemble", "Calibrated", "Capacity", "Classification", "ClassificationPredictive", "Conformal",
-    "Convergence", "Corruptions", "DeepEnsemble", "DistancesOverTraining", "Diverged", "DrawnFunctions",
-    "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate",
-    "GaussianPerturbation", "GaussianPrior", "Group", "HeteroscedasticRegression", "History", "ImagePrediction",
-    "Laplace", "Lengthscales", "Likelihood", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions",
-    "Modulation", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder",
+    "BatchEnsemble", "Calibrated", "Capacity", "Classification", "ClassificationPredictive", "Conformal", "Convergence",
+    "Corruptions", "DeepEnsemble", "DistancesOverTraining", "Diverged", "DrawnFunctions", "DropoutEnsemble", "EmpCov",
+    "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate", "GaussianPerturbation", "GaussianPrior",
+    "Group", "HeteroscedasticRegression", "History", "ImagePrediction", "Laplace", "Lengthscales", "Likelihood",
+    "Loader", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions", "Modulation", "MultiLabel",
+    "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder",
     "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior", "SnapshotEnsemble",
-    "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate", "capacity", "conformal", "convergence",
-    "data", "distributed", "evaluate", "export", "fit", "landscape", "load", "member_distances", "metrics", "nets",
-    "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save",
-    "selective", "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
+    "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate", "capacity", "conformal", "convergence", "data",
+    "distributed", "evaluate", "export", "fit", "landscape", "load", "member_distances", "metrics", "nets", "ood_gate",
+    "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save", "selective",
+    "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
 ]  # fmt: skip
 
 

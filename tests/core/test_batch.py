@@ -26,7 +26,7 @@ def test_a_batch_has_two_or_three_parts():
     ("batch", "text"),
     [
         (torch.zeros(2, 3), r"expected batches \(x, y\) or \(x, y, weight\), got Tensor of length 2"),
-        ({"x": 1, "y": 2}, "got dict of length 2"),
+        ({"x": 1, "y": 2}, "an entry 'labels' or 'label', got 'x', 'y'; pass ds.Loader"),
         ((torch.zeros(2),), "got tuple of length 1"),
         (5, "got int"),
         ((torch.zeros(2), [0, 1]), "expected targets as a tensor, got list"),

@@ -474,3 +474,40 @@ def test_a_label_that_torch_would_leave_out_is_refused() -> None:
     refuses(lambda: ds.Classification().nll(outputs, y), "out of bounds", IndexError)
     kept = ds.Classification().nll(outputs, y.clamp(min=0))
     torch.testing.assert_close(kept, -outputs.log_softmax(1)[range(3), y.clamp(min=0)].mean())
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["labels", "soft"])
+@pytest.mark.parametrize("weights", [None, (0.5, 1.0, 3.0)], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("ignore", [None, 2, -100])
+@pytest.mark.parametrize("shape", [(), (5,)], ids=["rows", "positions"])
+def test_label_smoothing_is_torchs(soft, weights, ignore, shape):
+    logits, y = torch.randn(8, 3, *shape, dtype=F64), torch.randint(3, (8, *shape))
+    y = y if ignore is None or soft else y.where(torch.rand(y.shape) < 0.7, ignore)
+    target = torch.rand(8, 3, *shape, dtype=F64).softmax(1) if soft else y
+    likelihood = ds.Classification(ignore, class_weights=weights, label_smoothing=0.1)
+    how = {"weight": None if weights is None else torch.tensor(weights, dtype=F64), "label_smoothing": 0.1}
+    expected = nn.functional.cross_entropy(
+        logits, target, **how, ignore_index=-100 if soft or ignore is None else ignore
+    )
+    torch.testing.assert_close(likelihood.nll(logits, target), expected, rtol=0, atol=1e-12)
+    twice = likelihood.nll(logits, target, torch.tensor([2.0] + [1.0] * 7, dtype=F64))
+    copied = likelihood.nll(torch.cat([logits[:1], logits]), torch.cat([target[:1], target]))
+    torch.testing.assert_close(twice, copied, rtol=0, atol=1e-12)
+    plain = ds.Classification(ignore, class_weights=weights)
+    assert torch.equal(likelihood.log_prob(logits, target), plain.log_prob(logits, target))
+
+
+def test_label_smoothing_is_for_training_only_and_saved(tmp_path):
+    x, y = tiny.points()
+    networks = [nn.Linear(4, 3).double() for _ in range(2)]
+    smooth, plain = (
+        ds.DeepEnsemble(copy.deepcopy(networks), likelihood=ds.Classification(label_smoothing=eps)) for eps in (0.1, 0)
+    )
+    each = [nn.functional.cross_entropy(network(x), y, label_smoothing=0.1) for network in networks]
+    torch.testing.assert_close(smooth.backward(x, y), torch.stack(each).detach(), rtol=0, atol=1e-12)
+    nll = [ds.evaluate(p, (x, y), progress=False).metrics["nll"] for p in (smooth, plain)]
+    assert nll[0] == nll[1]
+    ds.save(smooth, tmp_path / "smooth")
+    assert ds.load(tmp_path / "smooth", network=nn.Linear(4, 3).double()).likelihood.label_smoothing == 0.1
+    refuses(lambda: plain.load_state_dict(smooth.state_dict()), "another likelihood: arguments.label_smoothing 0.1")
+    refuses(lambda: ds.Classification(label_smoothing=1.0), "label_smoothing")

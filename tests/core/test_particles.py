@@ -436,7 +436,7 @@ def test_what_is_no_module_or_loses_the_batch_axis_is_refused():
     refuses(lambda: ds.MAP(nn.Linear), r"expected an nn\.Module, got type", TypeError)
     refuses(lambda: ds.MAP(lambda x: x), r"expected an nn\.Module, got function", TypeError)
     x, y = vectors.float(), torch.arange(6) % 3
-    two = tiny.Network(lambda self, x: (self.layer(x), x), layer=nn.Linear(4, 3))
+    two = tiny.Network(lambda self, x: (self.layer(x), self.layer(x)), layer=nn.Linear(4, 3))
     refuses(lambda: ds.MAP(two).predict(x), 'one tensor, or "logits" or "out", got tuple', TypeError)
     mean = tiny.Network(lambda self, x: self.layer(x).mean(0), layer=nn.Linear(4, 3))
     told = r"expected outputs with the batch axis first \(6, ...\), got \(3,\)"

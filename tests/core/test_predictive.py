@@ -316,11 +316,12 @@ def test_levels_and_quantiles_are_one_number():
 
 
 def test_targets_do_not_broadcast():
-    """(B,) beside means of (M, B, 1) would be (B, B), summed without a word."""
+    """(B,) beside means of (M, B, 1) would be (B, B), summed without a word; it stands for the column (B, 1)."""
     predictive = ds.RegressionPredictive(torch.zeros(2, 3, 1), torch.ones(2, 3, 1))
     for ask in (predictive.log_prob, predictive.cdf):
-        with pytest.raises(ValueError, match=r"targets of shape \(3, 1\), got \(3,\)"):
-            ask(torch.zeros(3))
+        assert torch.equal(ask(torch.arange(3.0)), ask(torch.arange(3.0)[:, None]))
+        with pytest.raises(ValueError, match=r"targets of shape \(3, 1\), got \(2,\)"):
+            ask(torch.zeros(2))
     assert torch.equal(predictive.log_prob(np.zeros((3, 1))), predictive.log_prob(torch.zeros(3, 1)))
     assert predictive.cdf(torch.tensor(0.0)).tolist() == [[0.5]] * 3
 

@@ -179,7 +179,7 @@ def test_outputs_without_logits_are_refused_in_training_too():
         return {"head": logits, "hidden": hidden}
 
     x, y = torch.randn(8, 4), torch.arange(8) % 3
-    for kind, name in ((unnamed, "dict"), (lambda logits, hidden: (logits, hidden), "tuple")):
+    for kind, name in ((unnamed, "dict"), (lambda logits, hidden: (logits, logits), "tuple")):
         with pytest.raises(
             TypeError, match=f'expected a network that returns one tensor.*"logits" or "out", got {name}; wrap'
         ):

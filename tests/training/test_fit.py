@@ -409,7 +409,7 @@ with_nan[4, 2] = math.nan
         (classes, [(with_nan, labels)], "expected finite inputs, got NaN or infinity in row 4 of a batch"),
         (classes, [(x32 / 0, labels)], "expected finite inputs"),
         (classes, [], "expected at least one batch from the loader, got none"),
-        (reals, [(x32, torch.zeros(6))], r"expected targets of shape \(6, 1\), got \(6,\)"),
+        (reals, [(x32, torch.zeros(5))], r"expected targets of shape \(6, 1\), got \(5,\)"),
         (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
         (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
         (classes, [(x32, labels, torch.zeros(6))] * 2, "expected a weight above 0 in an epoch, got none"),

@@ -185,9 +185,8 @@ class HeldOutRows(NamedTuple):
 
 def fit_correction(rows: HeldOutRows, method: str) -> Correction:
     """The temperature and calibration that a method fits to these rows. Errors list the methods."""
-    regression = not isinstance(rows.predictive, CategoricalPredictive)
-    known = OF_REGRESSIONS if regression else OF_CLASSES
-    hint = f"this posterior is a {'regression' if regression else 'classification'}"
+    known = {"classification": OF_CLASSES, "multilabel": OF_LABELS}.get(rows.predictive.kind, OF_REGRESSIONS)
+    hint = f"this posterior is a {rows.predictive.kind}"
     fit = known[one_of("method", method, known, hint=hint if method in {**OF_CLASSES, **OF_REGRESSIONS} else "")]
     return fit(rows)
 
@@ -315,6 +314,7 @@ def _rising_knots(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
 Fit = Callable[[HeldOutRows], Correction]
 OF_CLASSES: dict[str, Fit] = {"temperature": fit_temperature, "vector": fit_vector, "isotonic": fit_isotonic}
 OF_CLASSES |= {"histogram": fit_histogram}
+OF_LABELS: dict[str, Fit] = {"temperature": fit_temperature}
 OF_REGRESSIONS: dict[str, Fit] = {"temperature": fit_temperature, "scale": fit_scale, "isotonic": fit_cumulative}
 
 

@@ -20,6 +20,7 @@ from dissensus.core.predictive import (
     RegressionSummary,
     SummaryPredictive,
     entropy_terms,
+    match_targets,
     tail_probability,
 )
 from dissensus.metrics.classification import confidence_bin
@@ -119,6 +120,8 @@ class RecalibratedRegression(SummaryPredictive):
         at, value: (K, B, D) or (K, B), the knots of g for each output, both strictly increasing.
     """
 
+    kind = "regression"
+
     def __init__(self, means: Tensor, variances: Tensor, at: Tensor, value: Tensor) -> None:
         self._described = (means, variances, at, value)
         self._mixture, self._at, self._value = (means, variances), at, value
@@ -141,7 +144,7 @@ class RecalibratedRegression(SummaryPredictive):
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), for each output separately."""
-        below: Tensor = torch.special.ndtr(self._scores(y[None]))
+        below: Tensor = torch.special.ndtr(self._scores(match_targets(y, self._at.shape[1:])[None]))
         return below[0]
 
     def quantile(self, q: float) -> Tensor:
@@ -156,6 +159,7 @@ class RecalibratedRegression(SummaryPredictive):
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density; outputs are independent."""
         means, variances = self._mixture
+        y = match_targets(y, means.shape[1:])
         each = -0.5 * ((y - means) ** 2 / variances + variances.log() + math.log(2 * math.pi))
         density = each.logsumexp(0) - math.log(len(means))  # (B, D)
         z = normal_scores(means, variances, y[None])

@@ -473,6 +473,8 @@ def calibration_rows(
         raise ValueError(f"expected fixed functions, got {got}; call ds.refresh(posterior, training_loader) first")
     for batch, predictive in predict_loader(posterior, data, labelled=labelled, keeps_weights=False):
         y = batch.y
+        if predictive.kind == "multilabel":
+            raise ValueError("expected one class or real targets per row, got several labels; use ds.Classification()")
         if isinstance(predictive, CategoricalPredictive):
             check_exchangeable(predictive, y if labelled else None)
         weight = torch.ones(len(y)) if batch.weight is None else batch.weight

@@ -142,8 +142,7 @@ def _equally_weighted_rows(
 
 def _score_name(predictive: Predictive, score: str | None) -> str:
     known = uncertainties(predictive)
-    kind = "classification" if isinstance(predictive, CategoricalPredictive) else "regression"
-    return next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {kind} has these")
+    return next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {predictive.kind} has these")
 
 
 def _row_errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:

@@ -1,5 +1,6 @@
-"""Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y) or (x, y, weight)."""
+"""Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y), (x, y, weight) or a dict with labels."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from dissensus.utils.arrays import as_tensor
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
+LABELS = ("labels", "label")  # entries of a mapping that are its targets
 PINNED = 2**26  # bytes of a tensor up to which it goes to a GPU through pinned memory, which torch keeps
 
 
@@ -23,9 +25,10 @@ class Batch(NamedTuple):
 
     @classmethod
     def from_tuple(cls, given: Any, *, anywhere: bool = False) -> "Batch":
-        """A batch from a loader's (x, y) or (x, y, weight), with types, weights and inputs (`check_finite`) checked."""
+        """A batch from what a loader yields, with types, weights and inputs (`check_finite`) checked."""
         if isinstance(given, cls):  # checked when it was made
             return given
+        given = split_labels(given, required=True)
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
@@ -60,6 +63,40 @@ class Batch(NamedTuple):
         return Batch(*found)  # type: ignore[arg-type]
 
 
+def split_labels(given: Any, labels: str | None = None, *, required: bool = False) -> Any:
+    """(x, y) of a mapping, such as transformers' BatchEncoding: its entry `labels` and the rest; anything else unchanged.
+
+    `labels`: None is "labels" or "label". `required`: whether a mapping without that entry is refused.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    names = LABELS if labels is None else (labels,)
+    if (name := next((each for each in names if each in given), None)) is not None:
+        return {key: value for key, value in given.items() if key != name}, given[name]
+    if required:
+        wanted, got = " or ".join(map(repr, names)), ", ".join(map(repr, given)) or "no entries"
+        raise TypeError(f"expected batches with an entry {wanted}, got {got}; pass ds.Loader(loader, labels=...)")
+    return given
+
+
+def drop_labels(network: nn.Module, x: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping without its labels, since it may be a loader's batch; those that the network's forward needs are kept."""
+    parameters = inspect.signature(network.forward).parameters.items()
+    dropped = {*LABELS} - {name for name, each in parameters if each.default is each.empty}
+    return {name: value for name, value in x.items() if name not in dropped}
+
+
+def check_input_names(network: nn.Module, x: Inputs) -> None:
+    """Raises if a dict of inputs has an entry that the network's forward does not take."""
+    if not isinstance(x, Mapping):
+        return
+    parameters = inspect.signature(network.forward).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if extra := [repr(name) for name in x if name not in parameters and not takes_all]:
+        got = f"{', '.join(extra)}, which {type(network).__name__}.forward does not take"
+        raise ValueError(f"expected inputs that the network takes, got {got}; rename or remove them")
+
+
 def call_network(network: nn.Module, x: Inputs) -> Tensor:
     """network's output for x: a tuple is passed as positional arguments, a dict as keyword arguments."""
     if isinstance(x, Tensor):  # first, here and below: it is the usual case and the quickest question
@@ -74,10 +111,14 @@ def call_network(network: nn.Module, x: Inputs) -> Tensor:
 
 
 def output_tensor(outputs: Any) -> Tensor:
-    """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs."""
-    # Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored).
-    # Named tuples of torchvision are refused, because their other tensors belong in the loss.
+    """The output tensor of a network: what it returned, "logits" or else "out" of a dict, or the first one of a plain tuple."""
+    # Models of transformers return "logits", or with return_dict=False a tuple that starts with them; torchvision's
+    # segmentation models return "out" (their "aux" head is ignored). Named tuples of torchvision, and tuples with another
+    # tensor of that shape (a variance, auxiliary logits), are refused, because their other tensors belong in the loss.
     found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
+    if type(outputs) is tuple:
+        tensors: list[Any] = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+        found = tensors[0] if sum(each.shape == tensors[0].shape for each in tensors) == 1 else None
     if not isinstance(found, Tensor):
         got = type(outputs).__name__
         raise TypeError(f'expected a network that returns one tensor, or "logits" or "out", got {got}; wrap it')

@@ -86,11 +86,13 @@ class Correction(NamedTuple):
     def correct_members(self, predictive: Predictive) -> Predictive:
         """Some members, tempered and calibrated; call `mixture` once all members are there."""
         tempered = predictive if self.temperature == 1.0 else predictive.apply_temperature(self.temperature)
-        return tempered if self.calibration is None else self.calibration.calibrate_members(tempered)
+        return tempered if self.calibration is None else self.calibration.calibrate_members(tempered).mark(predictive)
 
     def correct_mixture(self, predictive: Predictive) -> Predictive:
         """The calibrated mixture of all members."""
-        return predictive if self.calibration is None else self.calibration.calibrate_mixture(predictive)
+        if self.calibration is None:
+            return predictive
+        return self.calibration.calibrate_mixture(predictive).mark(predictive)
 
     def correct_logits(self, logits: Tensor) -> Tensor:
         """Members' logits (M, B, C, ...), tempered and calibrated as by `members`."""

@@ -14,6 +14,7 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive, Regr
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.torch_private import unseen_by_function_modes
 
+Weights = Sequence[float] | Tensor
 NO_LABEL = -(2**62)  # torch's own, -100, would leave rows out of a mean without a word
 
 
@@ -115,13 +116,16 @@ class Classification(Likelihood):
         class_weights: C numbers, used in training only; the loss is −Σ w_y log p_y / Σ w_y, as in torch's
             cross_entropy(weight=), and for soft labels the mean of −Σ_c w_c y_c log p_c. Predictions, validation and
             evaluation are not weighted.
+        label_smoothing: ε from 0 to below 1, used in training only: targets are (1 − ε) y + ε / C, as in torch's
+            cross_entropy(label_smoothing=).
     """
 
     def __init__(
-        self, ignore_index: int | None = None, *, class_weights: Sequence[float] | Tensor | None = None
+        self, ignore_index: int | None = None, *, class_weights: Weights | None = None, label_smoothing: float = 0.0
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
+        self.label_smoothing = float(number("label_smoothing", label_smoothing, least=0, below=1, hint="0.1 is usual"))
         given = class_weights.tolist() if isinstance(class_weights, Tensor) else class_weights
         hint = "to exclude a class, pass its label as ignore_index"
         weights = [float(number("every class weight", each, above=0, hint=hint)) for each in given or ()]
@@ -137,6 +141,8 @@ class Classification(Likelihood):
         return -F.cross_entropy(outputs, y.long(), reduction="none", ignore_index=ignored)
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        if self.label_smoothing:
+            return self._smoothed_nll(outputs, y, weight)
         unweighted = weight is None and self.class_weights is None
         plain = unweighted and self.ignore_index is None and not y.is_floating_point()
         if plain and type(self) is Classification:  # the same gradients without two changes of sign in every graph
@@ -147,6 +153,18 @@ class Classification(Likelihood):
             w = self._weight_of_classes(y.device, y.dtype)
             y = y * w.reshape(-1, *[1] * (y.ndim - 2))
         return super().nll(outputs, y, weight)
+
+    def _smoothed_nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        """() Σ w ℓ / Σ w w_y, with torch's loss ℓ of smoothed labels, which class weights multiply, and example weights w."""
+        outputs, soft, counted = full_precision(outputs), y.is_floating_point(), self.training_weight(y)
+        how: Any = {"ignore_index": -100 if soft or self.ignore_index is None else self.ignore_index}
+        if self.class_weights is not None:
+            how["weight"] = self._weight_of_classes(outputs.device, outputs.dtype)
+        how |= {"reduction": "none", "label_smoothing": self.label_smoothing}
+        loss = F.cross_entropy(outputs, y if soft else y.long(), **how)  # (B, ...), 0 where ignored
+        w = torch.ones_like(loss) if weight is None else expand_weight(weight, loss)
+        total = (w if counted is None else w * counted.to(w.dtype)).sum()
+        return (w * loss).sum() / total.clamp(min=torch.finfo(w.dtype).tiny)
 
     def training_weight(self, y: Tensor) -> Tensor | None:
         if self.class_weights is None or y.is_floating_point():
@@ -173,7 +191,9 @@ class Classification(Likelihood):
         return (F.log_softmax(full_precision(outputs), dim=1),)
 
     def predictive(self, *described: Tensor) -> Predictive:
-        return ClassificationPredictive(*described)
+        found = ClassificationPredictive(*described)
+        found.ignore_index = self.ignore_index
+        return found
 
     def output_warning(self, outputs: Tensor) -> str | None:
         if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
@@ -189,7 +209,8 @@ class Classification(Likelihood):
         )
 
     def config(self) -> dict[str, Any]:
-        return {"ignore_index": self.ignore_index, "class_weights": self.class_weights}
+        smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}  # older files have none
+        return {"ignore_index": self.ignore_index, "class_weights": self.class_weights, **smoothing}
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         _check_logits(output_shape)
@@ -326,18 +347,27 @@ class RealTargets(Likelihood):
     def config(self) -> dict[str, Any]:
         return {"targets": self.targets, "unit": self.unit}
 
-    def check_targets(self, shape: torch.Size, y: Tensor) -> None:
-        """Raises if y does not fit means of this shape, or the scale of the targets does not."""
+    def mean_shape(self, output_shape: torch.Size) -> torch.Size:
+        """Shape of the means, and of targets, for outputs of this shape; targets (B,) may stand for (B, 1)."""
+        return output_shape
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        shape = self.mean_shape(output_shape)
         if self.targets is not None and len(self.targets["mean"]) not in (1, shape[-1] if len(shape) > 1 else 1):
             found = len(self.targets["mean"])
             raise ValueError(f"expected one scale of the targets or {shape[-1]}, got {found}; pass one per output")
-        _check_real_targets(shape, y)
+        if not y.is_floating_point():
+            raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
+        if y.shape != shape:
+            raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape one of them")
+        if y.device.type == "cpu" and y.numel() and not all(math.isfinite(end.item()) for end in y.aminmax()):
+            raise ValueError("expected finite targets, got NaN or infinity; clean the data")
 
 
 class Regression(RealTargets):
     """The likelihood y ~ N(mean, noise²) of real targets; the network outputs the mean, the noise is fixed or learned.
 
-    Outputs and targets are (B, D) or (B,).
+    Outputs and targets are (B, D) or (B,). For outputs (B, 1), targets may be (B,).
 
     Args:
         noise: a standard deviation in the units of y, or "learned": one number per member, trained with the network.
@@ -389,15 +419,12 @@ class Regression(RealTargets):
     def config(self) -> dict[str, Any]:
         return {"noise": self.noise, "initial": self.initial, **super().config()}
 
-    def check(self, output_shape: torch.Size, y: Tensor) -> None:
-        self.check_targets(output_shape, y)
-
 
 class HeteroscedasticRegression(RealTargets):
     """The likelihood of real targets with noise that depends on the input (Lakshminarayanan et al. 2017).
 
-    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D): give the
-    network twice as many outputs as y has columns.
+    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D), or (B,) for
+    D = 1: give the network twice as many outputs as y has columns.
 
     Args:
         targets, unit: as in `Regression`.
@@ -418,20 +445,11 @@ class HeteroscedasticRegression(RealTargets):
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return self.to_target_units(*self._moments(full_precision(outputs)))
 
-    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+    def mean_shape(self, output_shape: torch.Size) -> torch.Size:
         if len(output_shape) < 2 or output_shape[1] % 2:
             got = tuple(output_shape)
             raise ValueError(f"expected outputs of shape (B, 2D), got {got}; double the network's last layer")
-        self.check_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
-
-
-def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
-    if not y.is_floating_point():
-        raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
-    if y.shape != shape:
-        raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape one of them")
-    if y.device.type == "cpu" and y.numel() and not all(math.isfinite(end.item()) for end in y.aminmax()):
-        raise ValueError("expected finite targets, got NaN or infinity; clean the data")
+        return torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:]))
 
 
 FAR = 5.0  # errors above this start the noise elsewhere than at 1: errors of standardised targets are smaller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.data import Dataset, IterableDataset
 
-from dissensus.core.batch import count_examples
+from dissensus.core.batch import count_examples, split_labels
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 from dissensus.core.trainable import TrainableModule
 from dissensus.utils.arrays import is_array
@@ -25,18 +25,26 @@ GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batc
 class Loader:
     """Batches (x, y) or (x, y, weight) of any iterable, or of the data themselves; every loop is an epoch.
 
+    A batch or the data may also be a mapping (a dict, transformers' BatchEncoding): its labels are y, its other entries x.
+    All functions make a `Loader` of what they get; make one yourself to name the labels.
+
     Args:
         given: an iterable of batches; or data (x, y) or (x, y, weight) of N rows, recognised by their second entry, an array:
             `ds.data.Batches` of 256 rows. A `Loader` is taken as it is.
+        labels: name of the entry of a mapping that holds the targets; None is "labels" or "label".
         shuffle: whether data are shuffled, in batches of 32.
         raw: whether the inputs of data stay as they are, for a posterior that transforms them itself.
         complete: whether these are the batches of all processes.
     """
 
-    def __init__(self, given: Any, *, shuffle: bool = False, raw: bool = False, complete: bool = False) -> None:
-        self.given, self.is_complete = _batches_of_data(given, shuffle, raw), complete
+    def __init__(
+        self, given: Any, *, labels: str | None = None, shuffle: bool = False, raw: bool = False, complete: bool = False
+    ) -> None:
+        data = split_labels(given, labels, required=True)
+        self.given, self.labels, self.is_complete = _batches_of_data(data, shuffle, raw), labels, complete
         if isinstance(given, Loader):
-            self.given, self.is_complete = given.given, complete or given.is_complete
+            self.given, self.labels = given.given, labels or given.labels
+            self.is_complete = complete or given.is_complete
         dataset = isinstance(self.given, Dataset) and not isinstance(self.given, IterableDataset)
         if dataset and not _gives_batches(self.given):
             got = f"{type(given).__name__}, a Dataset of single examples"
@@ -63,7 +71,7 @@ class Loader:
         return loader
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.given)
+        return map(partial(split_labels, labels=self.labels, required=self.labels is not None), self.given)
 
     def __len__(self) -> int:
         return len(self.given)
@@ -84,7 +92,7 @@ class Loader:
     @property
     def can_be_read_once(self) -> bool:
         """Whether it is a generator, or another iterator."""
-        return iter(self.given) is self.given
+        return isinstance(self.given, Iterator)
 
     @property
     def has_separable_rows(self) -> bool:

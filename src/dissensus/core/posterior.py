@@ -10,7 +10,7 @@ import logging
 import re
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
@@ -27,7 +27,7 @@ from dissensus.core.likelihood import Likelihood, RealTargets, noise_warning, st
 from dissensus.core.loader import Loader
 from dissensus.core.member_runner import first_line, locked_deepcopy
 from dissensus.core.particles import Member, Particles
-from dissensus.core.predictive import Predictive
+from dissensus.core.predictive import Predictive, as_column
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
@@ -186,7 +186,8 @@ class Posterior(TrainableModule, ABC):
 
         Args:
             x: one batch (B, ...), a tensor, a tuple or a dict of tensors, or arrays or a DataFrame of numbers; moved to
-                the posterior's device. If the posterior has `inputs`, raw inputs, or a single raw example.
+                the posterior's device. The labels of a dict that a loader yielded are left out. If the posterior has
+                `inputs`, raw inputs, or a single raw example.
 
         Returns:
             A `Predictive` for B inputs that keeps every member; a `SummaryPredictive` if a calibration acts on the
@@ -243,19 +244,21 @@ class Posterior(TrainableModule, ABC):
 
     @final
     def transform_inputs(self, x: Any) -> Inputs:
-        """Inputs in the form that the networks take: arrays as tensors, raw inputs transformed by `inputs`, if set."""
+        """Inputs as the networks take them: arrays as tensors, raw inputs transformed by `inputs`, a mapping without labels."""
+        if isinstance(x, Mapping):
+            x = batches.drop_labels(self.particles.template.network, x)
         return batches.convert_inputs(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
     def _make_batch(self, given: Any, *, anywhere: bool = False) -> Batch:
-        """A batch from a loader, `transformed` and checked as in `Batch.of`; a `Batch` is returned as it is."""
+        """A batch from a loader, its inputs transformed, its targets in the shape of the outputs; checked when it is made."""
+        given = batches.split_labels(given)
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
-            x, y = self.transform_inputs(given[0]), as_tensor(given[1])
-            real = isinstance(self.likelihood, RealTargets)
-            if real and getattr(y, "ndim", 0) == 1 and len(self.output_shape(x)) == 2:
-                y = y[:, None]  # a table's column
-            given = (x, y, *given[2:])
-        return Batch.from_tuple(given, anywhere=anywhere)
+            given = (self.transform_inputs(given[0]), *given[1:])
+        x, y, weight = batch = Batch.from_tuple(given, anywhere=anywhere)
+        if isinstance(self.likelihood, RealTargets) and y.ndim == 1 and y.is_floating_point():
+            return Batch(x, as_column(y, self.likelihood.mean_shape(self.output_shape(x))), weight)
+        return batch
 
     @final
     def read(self, loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
@@ -291,6 +294,7 @@ class Posterior(TrainableModule, ABC):
 
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
+        batches.check_input_names(particles.template.network, x)
         explained = explain_input_errors(x, particles)
         with inference_context(self), RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
             tensors = particles.member_tensors(0)
@@ -401,7 +405,7 @@ class KnownInputs:
 
 
 def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
-    found: list[Any] = [dtype]
+    found: list[Any] = [dtype, *(x if isinstance(x, dict) else ())]
     for tensor in batches.input_tensors(x):
         found += tensor.shape[1:], tensor.dtype
     return tuple(found)

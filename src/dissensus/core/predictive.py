@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ class Predictive(ABC):
     """A posterior's prediction for B inputs, with its uncertainty; always `total = aleatoric + epistemic`.
 
     `len(predictive)` is B, `predictive[i]` is the prediction for some inputs, `Predictive.cat` joins batches. Base class
-    of `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
-    `targets` are those of the loader, if `ds.predict` or `ds.summarise` has read one; else None.
+    of `ClassificationPredictive`, `MultiLabelPredictive` and `RegressionPredictive`, which keep all M members, and of
+    `SummaryPredictive`. `targets` are those of the loader, if `ds.predict` or `ds.summarise` has read one; else None.
+    `ignore_index` is the likelihood's: `log_prob` is 0 at such labels.
     """
 
+    kind: ClassVar[str] = "other"  # what is predicted: "classification", "multilabel" or "regression"
     targets: Tensor | None = None
+    ignore_index: int | None = None
 
     @property
     @abstractmethod
@@ -99,18 +102,27 @@ class Predictive(ABC):
             found = sorted(tuple(each[0]) for each in shapes)
             raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
         columns = zip(*(part.defining_tensors() for part in parts), strict=True)
-        return type(parts[0])(*(torch.cat(each, dim=1) for each in columns))
+        return parts[0]._like(torch.cat(each, dim=1) for each in columns)
+
+    def _like(self, tensors: Iterable[Tensor]) -> Self:
+        """A predictive of this kind, defined by other tensors."""
+        return type(self)(*tensors).mark(self)
+
+    def mark(self, like: Predictive) -> Self:
+        """This predictive, with another's `ignore_index`."""
+        self.ignore_index = like.ignore_index
+        return self
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
-        return type(self)(*(tensor.to(target) for tensor in self.defining_tensors()))
+        return self._like(tensor.to(target) for tensor in self.defining_tensors())
 
     def __getitem__(self, index: int | slice | Tensor) -> Predictive:
         """The predictive for some of the inputs; an int selects one and keeps the batch axis."""
         if isinstance(index, int):
             at = range(len(self))[index]
             index = slice(at, at + 1)
-        return type(self)(*(tensor[:, index] for tensor in self.defining_tensors()))
+        return self._like(tensor[:, index] for tensor in self.defining_tensors())
 
     def __len__(self) -> int:
         return int(self.defining_tensors()[0].shape[1])
@@ -143,6 +155,7 @@ class Predictive(ABC):
 class CategoricalPredictive(Predictive):
     """Base class: everything that follows from the mixture's log-probabilities, without the members."""
 
+    kind = "classification"
     log_mean: Tensor  # (B, C, ...) log p̄
 
     @property
@@ -161,7 +174,10 @@ class CategoricalPredictive(Predictive):
             raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
         if soft:  # (B, C, ...)
             return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
-        return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+        if self.ignore_index is None:
+            return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+        counted = y != self.ignore_index
+        return self.log_mean.gather(1, y.long().where(counted, 0).unsqueeze(1)).squeeze(1).where(counted, 0.0)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`; not conformal: no guarantee."""
@@ -228,7 +244,7 @@ class ClassificationPredictive(CategoricalPredictive):
         return (self._log_probs,)
 
     def apply_temperature(self, temperature: float) -> ClassificationPredictive:
-        return ClassificationPredictive((self._log_probs / temperature).log_softmax(2))
+        return self._like([(self._log_probs / temperature).log_softmax(2)])
 
 
 class RegressionPredictive(Predictive):
@@ -240,6 +256,8 @@ class RegressionPredictive(Predictive):
     Args:
         means, variances: (M, B, D) or (M, B), in the units of y and y².
     """
+
+    kind = "regression"
 
     def __init__(self, means: Tensor, variances: Tensor) -> None:
         self._means, self.variances = means, variances
@@ -263,23 +281,16 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density of the mixture; the outputs of one member are independent."""
-        squares = (self._targets(y) - self._means) ** 2
+        squares = (match_targets(y, self._means.shape[1:]) - self._means) ** 2
         each = -0.5 * (squares / self.variances + self.variances.log() + math.log(2 * math.pi))
         each = each.flatten(2).sum(2) if each.ndim > 2 else each  # (M, B)
         return each.logsumexp(0) - math.log(len(each))
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), for each output separately."""
-        below: Tensor = torch.special.ndtr((self._targets(y) - self._means) / self.variances.sqrt())  # (M, B, D)
+        y = match_targets(y, self._means.shape[1:])
+        below: Tensor = torch.special.ndtr((y - self._means) / self.variances.sqrt())  # (M, B, D)
         return below.mean(0)
-
-    def _targets(self, y: Tensor) -> Tensor:
-        """y as a tensor of the mean's shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
-        y = tensor_of(y)
-        if y.ndim and y.shape != self._means.shape[1:]:
-            wanted = tuple(self._means.shape[1:])
-            raise ValueError(f"expected targets of shape {wanted}, got {tuple(y.shape)}; reshape them")
-        return y
 
     def quantile(self, q: float) -> Tensor:
         """(B, D) y with P(Y ≤ y) = q, for each output, by bisection to machine precision; q strictly between 0 and 1."""
@@ -304,19 +315,35 @@ class RegressionPredictive(Predictive):
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, D) draws, each from one member chosen at random per input."""
-        members, inputs = self._means.shape[:2]
-        device = self._means.device
-        integer("n", n)
-        who = torch.randint(members, (n, inputs), generator=generator, device=device)
-        rows = torch.arange(inputs, device=device)
-        mean, std = self._means[who, rows], self.variances[who, rows].sqrt()  # (n, B, D)
-        return mean + std * torch.randn(mean.shape, generator=generator, device=device, dtype=mean.dtype)
+        chosen = choose_members(self._means, n, generator)
+        mean, std = self._means[chosen], self.variances[chosen].sqrt()  # (n, B, D)
+        return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
 
     def defining_tensors(self) -> tuple[Tensor, ...]:
         return self._means, self.variances
 
     def apply_temperature(self, temperature: float) -> RegressionPredictive:
         return RegressionPredictive(self._means, self.variances * temperature**2)
+
+
+def choose_members(members: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Indices (n, B), (B,) into the first two axes of members (M, B, ...): one member at random for each draw and input."""
+    count, inputs = members.shape[:2]
+    who = torch.randint(count, (integer("n", n), inputs), generator=generator, device=members.device)
+    return who, torch.arange(inputs, device=members.device)
+
+
+def as_column(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Targets (B,) as a column (B, 1) where that is the shape of the means; others as they are."""
+    return y[:, None] if tuple(shape) == (*y.shape, 1) and y.ndim == 1 else y
+
+
+def match_targets(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """y as a tensor of the means' shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
+    y = as_column(tensor_of(y), shape)
+    if y.ndim and tuple(y.shape) != tuple(shape):
+        raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape them")
+    return y
 
 
 def _linear_quantile(ordered: Tensor, q: float) -> Tensor:
@@ -390,6 +417,8 @@ class ClassificationSummary(SummaryPredictive, CategoricalPredictive):
 class RegressionSummary(SummaryPredictive):
     """Mean, aleatoric and epistemic variance (1, B, D): the Gaussian with the mixture's mean and variance."""
 
+    kind = "regression"
+
     @property
     def mean(self) -> Tensor:
         return self._described[0][0]
@@ -417,6 +446,7 @@ class RunningSummary:
 
     def __init__(self, predictives: Iterable[Predictive] = ()) -> None:
         self.count = 0
+        self.ignore_index: int | None = None
         self._sums: tuple[Tensor, ...] = ()
         self._classification = False
         for predictive in predictives:
@@ -427,6 +457,7 @@ class RunningSummary:
         new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
             new.count, new._classification = len(predictive.log_probs), True
+            new.ignore_index = predictive.ignore_index
             log_sum = predictive.log_mean + math.log(new.count)  # (B, C, ...)
             new._sums = log_sum, predictive.aleatoric * new.count  # (B, ...)
         elif isinstance(predictive, RegressionPredictive):
@@ -450,6 +481,7 @@ class RunningSummary:
             self._sums = mean, scatter, self._sums[2] + noise
         else:
             self._sums, self._classification = other._sums, other._classification
+            self.ignore_index = other.ignore_index
         self.count += other.count
 
     def summary(self) -> SummaryPredictive:
@@ -458,7 +490,10 @@ class RunningSummary:
             log_mean = self._sums[0] - math.log(self.count)
             aleatoric = self._sums[1] / self.count
             entropy = entropy_terms(log_mean.exp()).sum(1)
-            return ClassificationSummary(log_mean[None], aleatoric[None], (entropy - aleatoric).clamp(min=0)[None])
+            epistemic = (entropy - aleatoric).clamp(min=0)
+            found = ClassificationSummary(log_mean[None], aleatoric[None], epistemic[None])
+            found.ignore_index = self.ignore_index
+            return found
         mean, scatter, noise = self._sums
         return RegressionSummary(mean[None], (noise / self.count)[None], (scatter / self.count)[None])
 
@@ -474,7 +509,7 @@ def html_table(predictive: Any) -> str:
     else:
         shown = {} if classed else {"mean": _texts(few.mean)}
     shown |= {name: _texts(getattr(few, name)) for name in ("aleatoric", "epistemic", "total")}
-    unit = "nats" if classed else "variance"
+    unit = "nats" if predictive.kind in ("classification", "multilabel") else "variance"
     head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
     rows = zip(range(len(few)), *shown.values(), strict=True)
     body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)

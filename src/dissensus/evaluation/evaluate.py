@@ -14,7 +14,6 @@ from dissensus.calibration.selective import Gate
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
-from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, draw_once
 from dissensus.evaluation import robustness_curves, row_metrics, segmentation
@@ -57,7 +56,8 @@ def evaluate(
     act on pixels in [0, 1].
 
     Args:
-        loader: test batches (x, y). Keep a fixed order to compare methods example by example.
+        loader: test batches (x, y). Keep a fixed order to compare methods example by example. Of soft labels (B, C), nll and
+            brier are those of the whole distribution, all else counts the likeliest class.
         ood: name -> foreign inputs: a loader of (x, y), whose targets are ignored, a loader of x, or a tensor x
             (segmentation: a loader of (x, mask), 1 at OOD pixels).
         shift: name -> loader of inputs from another distribution, with targets of the same task.
@@ -65,7 +65,7 @@ def evaluate(
             pass over the loader. None applies none.
         attack: `AttackCurves(epsilons=[...])`: attacks on the loader's inputs, in one more pass. None runs none.
         score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
-            a regression "variance" (None) or "epistemic".
+            a regression "variance" (None) or "epistemic". Several labels have the first three, summed over labels.
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
         precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
             Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.
@@ -203,7 +203,8 @@ def evaluate_predictions(
     for name, each in shift.items():
         found |= {f"shift/{name}/{key}": value for key, value in part.metrics(each).items()}
     if promises:
-        details, kept = guarantee_details(promises, test.row_outcomes, test.targets, test.predictive)
+        true = test.labels if classes else test.targets
+        details, kept = guarantee_details(promises, test.row_outcomes, true, test.predictive)
         found, arrays = found | guarantee_metrics(promises, test.row_outcomes) | details, arrays | kept
         gates = {name: promise for name, promise in promises.items() if isinstance(promise, Gate)}
         # Foreign inputs have no truth to cover.
@@ -222,8 +223,8 @@ def evaluate_predictions(
 
 def metric_functions(test: Predictions) -> MetricFunctions:
     """The metric functions for this kind of predictions."""
-    classes = isinstance(test.predictive, CategoricalPredictive)
-    return row_metrics.CLASSIFICATION if classes else row_metrics.REGRESSION
+    every = (row_metrics.CLASSIFICATION, row_metrics.MULTILABEL, row_metrics.REGRESSION)
+    return next(each for each in every if each.kind == test.predictive.kind)
 
 
 def complete_evaluation(
@@ -288,12 +289,9 @@ def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[P
     outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
     described = functions.drawn.particles.map_members(lambda member: member.likelihood.describe(outputs))
     predictive = functions.drawn.likelihood.predictive(*described)
-    kind: PredictionKind
-    if isinstance(predictive, ClassificationPredictive):
-        kind = "classification" if predictive.log_probs.ndim == 3 else "segmentation"
-    elif isinstance(predictive, RegressionPredictive):
-        kind = "regression"
-    else:
+    pixels = predictive.kind == "classification" and predictive.mean.ndim > 2
+    kind: Any = "segmentation" if pixels else predictive.kind
+    if kind not in row_metrics.OOD_SCORES:
         got, advice = type(predictive).__name__, "return one of them from the likelihood's predictive()"
         raise TypeError(f"expected a ClassificationPredictive or RegressionPredictive, got {got}; {advice}")
     return kind, chain([first], left)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dissensus.utils.arrays import as_dataframe
 
-PredictionKind = Literal["classification", "regression", "segmentation"]
+PredictionKind = Literal["classification", "multilabel", "regression", "segmentation"]
 
 FIRST = ("accuracy", "miou", "rmse", "nll", "ece", "coverage90")  # shown in a short text
 ABOUT = ("classes", "calibration", "unit", "precision")  # notes on what was evaluated
@@ -21,7 +21,7 @@ class Evaluation:
     `print(evaluation.table())` shows the metrics.
 
     Args:
-        kind: "classification", "regression" or "segmentation".
+        kind: "classification", "multilabel", "regression" or "segmentation".
         metrics: flat name ("nll", "ood/SET/auroc", "corrupt/accuracy", "members/…", "cost/…") -> number.
         arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions:
             squared_error, nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more

@@ -1,7 +1,7 @@
 """Predictions for a whole loader: the members' outputs, the targets, and a few inputs to look at."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Predictions:
     """Predictions of one draw for all inputs of a loader, on the host."""
 
     predictive: Any  # Predictive of the kind that the MetricFunctions take
-    targets: Tensor  # (N,) classes or (N, D) values; (0,) for a set without labels
+    targets: Tensor  # (N,) classes, (N, C) soft or several labels, or (N, D) values; (0,) for a set without labels
     energy: Tensor | None  # (M, N)
     examples: dict[str, Tensor]  # from Extremes.arrays; empty if inputs are not images
     shapes: Shapes | None  # of one input; None if it differs between batches, as for padded sequences
@@ -41,6 +41,11 @@ class Predictions:
         """Number of members; 1 if a calibration of their mean left only a summary."""
         single = isinstance(self.predictive, SummaryPredictive)
         return 1 if single else int(self.predictive.defining_tensors()[0].shape[0])
+
+    @property
+    def labels(self) -> Tensor:
+        """(N,) the true classes of a classification; of soft labels the likeliest."""
+        return hard_labels(self.targets)
 
     def network_metrics(self) -> dict[str, float]:
         """Metrics of single networks, each with the mixture of its functions; empty for one network or one function each."""
@@ -87,7 +92,6 @@ def predictions(
         checked_shapes(batch.x, like, name)
         if labelled:
             functions.posterior.check_batch(batch)
-            check_hard_labels(batch.y, functions)
 
     def shown_tensors(batch: Batch) -> list[Tensor]:
         images = [batch.x] if isinstance(batch.x, Tensor) and is_image(batch.x) else []
@@ -134,7 +138,7 @@ class _Collection:
         self.shapes.add(shapes_of(x))
         index = torch.arange(self.seen, self.seen + batch.size)
         self.seen += batch.size
-        if self.ignored is not None:
+        if self.ignored is not None and not y.is_floating_point():
             counted = y != self.ignored
             answer, index = select_rows(answer, counted), index[counted]
             x, y = batches.map_tensors(batches.move_to_device(x, counted.device), itemgetter(counted)), y[counted]
@@ -143,9 +147,10 @@ class _Collection:
         if images and len(self.shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
             shown = images[0] if self.picture is None else self.picture(images[0])
-            self.extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y, index, shown)
+            self.extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == hard_labels(y), index, shown)
         if self.promises:
-            true = y if self.labelled else None
+            classes = answer.predictive.kind == "classification"
+            true = None if not self.labelled else hard_labels(y) if classes else y
             rows = guarantee_outcomes(self.promises, answer.predictive, self.generator, y=true, x=x, weight=weight)
             self.outcomes.append(rows)
         self.answers.append(answer)
@@ -166,7 +171,12 @@ def foreign_loader(given: Any, *, real: bool) -> Any:
 def with_placeholder_targets(given: Any) -> Any:
     """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
     x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
-    return (x, torch.zeros(len(x))) if is_array(x) else given
+    if isinstance(x, Mapping) and isinstance(pair := batches.split_labels(x), tuple):
+        return pair
+    if not is_array(x) and not isinstance(x, Mapping):
+        return given
+    count = len(x) if is_array(x) else batches.count_examples(batches.convert_inputs(x))
+    return x, torch.zeros(count, dtype=torch.int64)  # no real numbers, which might be taken for a column of targets
 
 
 def warn_of_weights(weight: Tensor | None, name: str, said: bool) -> bool:
@@ -193,10 +203,9 @@ def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
     return shapes
 
 
-def check_hard_labels(y: Tensor, functions: FixedDraw) -> None:
-    """Raises if a classification's targets are soft: accuracy and calibration need one true class."""
-    if functions.logits and y.is_floating_point():
-        raise ValueError(f"expected class indices to evaluate on, got {y.dtype} labels; pass y.argmax(1)")
+def hard_labels(y: Tensor) -> Tensor:
+    """(N,) class indices: y itself, or the likeliest class of soft labels (N, C)."""
+    return y.argmax(1) if y.is_floating_point() and y.ndim > 1 else y
 
 
 def is_image(x: Inputs) -> bool:

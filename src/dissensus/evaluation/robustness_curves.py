@@ -26,7 +26,7 @@ from dissensus.data import corruptions
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.guarantees import Promises, RowValues, guarantee_outcomes, guarantee_tables
-from dissensus.evaluation.loader_predictions import check_hard_labels, is_image
+from dissensus.evaluation.loader_predictions import hard_labels, is_image
 from dissensus.methods.map import MAP
 from dissensus.metrics.classification import bin_sums, confidence_ece, ece_from_sums
 from dissensus.metrics.metric_inputs import labelled_rows
@@ -181,8 +181,7 @@ def _indexed_images(functions: FixedDraw, loader: Iterable[Any]) -> Iterator[tup
         if not is_image(x):
             got = [tuple(t.shape) for t in batches.input_tensors(x)]
             raise ValueError(f"expected images (B, 1 or 3, H, W) to corrupt, got {got}; pass corrupt=None")
-        check_hard_labels(y, functions)
-        yield x, y, torch.arange(first, first + len(y))  # type: ignore[misc]
+        yield x, hard_labels(y), torch.arange(first, first + len(y))  # type: ignore[misc]
         first += len(y)
 
 
@@ -219,7 +218,8 @@ def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> tup
     """On the host: (1 + 3K,) the summed nll of labelled places (examples or pixels), then counts, confidence and correctness
     of K bins; and (3, B) mean confidence, accuracy and nll of each example."""
     if not isinstance(predictive, CategoricalPredictive):
-        raise ValueError("expected a classification to corrupt the inputs of, got a regression; pass corrupt=None")
+        got = type(predictive).__name__
+        raise ValueError(f"expected a classification to corrupt the inputs of, got a {got}; pass corrupt=None")
     rows, labels = labelled_rows(predictive.log_mean, y, ignore_index, log=True)  # (n, C), (n,)
     places = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
     example = (places if ignore_index is None else places[y != ignore_index]).flatten().cpu()  # (n,)
@@ -329,7 +329,7 @@ def attacked_inputs(
 
     def labelled_batches() -> Iterator[tuple[batches.Inputs, Tensor]]:
         for x, y, _ in posterior.read(loader, anywhere=True):
-            check_hard_labels(y, functions)
+            y = hard_labels(y)
             if functions.ignore_index is not None:
                 kept = y != functions.ignore_index
                 x, y = batches.map_tensors(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]

@@ -1,5 +1,7 @@
 """Metrics of predictions with one answer per input: classifications and regressions."""
 
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,34 +16,35 @@ from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")
 # kind of predictions -> the scores that can rank inputs; the first is the default
 OOD_SCORES = {"classification": CLASS_SCORES, "segmentation": CLASS_SCORES, "regression": tuple(VALUE_UNCERTAINTY)}
+OOD_SCORES["multilabel"] = tuple(CLASS_UNCERTAINTY)
 OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjusted, metrics.fpr95, metrics.fpr95_in)
 
 
 def class_metrics(predictions: Predictions) -> dict[str, float]:
-    """accuracy, nll, brier, ece and aurc of a labelled set."""
-    predictive, y = predictions.predictive, predictions.targets
+    """accuracy, nll, brier, ece and aurc of a labelled set; soft labels count in nll and brier, else their likeliest class."""
+    predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
     probabilities = predictive.mean
-    correct = metrics.accuracy_values(probabilities, y)
+    correct = metrics.accuracy_values(probabilities, labels)
     return {
         "accuracy": float(correct.mean()),
         "nll": float(metrics.nll(predictive.log_mean, y)),
         "brier": float(metrics.brier(probabilities, y)),
-        "ece": float(metrics.ece(probabilities, y)),
+        "ece": float(metrics.ece(probabilities, labels)),
         # Ranked by −log max p: probabilities that round to 1 would tie.
-        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean), 1 - correct)),
+        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)),
     }
 
 
 def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """Values per example, the reliability bins and the risk–coverage curve."""
-    predictive, y = predictions.predictive, predictions.targets
+    predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
     probabilities = predictive.mean
     confidence, prediction = probabilities.max(1)
-    correct = metrics.accuracy_values(probabilities, y)
-    bins = metrics.reliability_bins(probabilities, y)
-    curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean), 1 - correct)
+    correct = metrics.accuracy_values(probabilities, labels)
+    bins = metrics.reliability_bins(probabilities, labels)
+    curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)
     return {
-        "test/target": y,
+        "test/target": labels,
         "test/prediction": prediction,
         "test/confidence": confidence,
         "test/correct": correct,
@@ -74,18 +77,20 @@ def class_members(predictions: Predictions) -> dict[str, float]:
     """Metrics of the members, alone and together; empty for a single member."""
     if predictions.members == 1:
         return {}
-    members, y = predictions.predictive.log_probs, predictions.targets
+    predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
+    members = predictive.log_probs
     nll = torch.stack([metrics.nll(member, y) for member in members])
-    accuracy = torch.stack([metrics.accuracy(member.exp(), y) for member in members])
+    accuracy = torch.stack([metrics.accuracy(member.exp(), labels) for member in members])
+    gain = metrics.ensemble_gain(members, y).diversity if y is labels else nll.mean() + predictive.log_prob(y).mean()
     return {
         "members/count": float(len(members)),
         "members/nll": float(nll.mean()),
         "members/nll_best": float(nll.min()),
         "members/accuracy": float(accuracy.mean()),
         "members/accuracy_best": float(accuracy.max()),
-        "members/diversity": float(metrics.ensemble_gain(members, y).diversity),
+        "members/diversity": float(gain),
         "members/disagreement": float(metrics.disagreement(members)),
-        "members/effective_members": float(metrics.effective_members(members, y)),
+        "members/effective_members": float(metrics.effective_members(members, labels)),
     }
 
 
@@ -100,10 +105,51 @@ def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = 
 def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
     """ece_union: ECE of test and OOD inputs together; every answer to an OOD input is wrong. prevalence: share of OOD."""
     inside, outside = test.predictive.mean, ood.predictive.mean
-    return {"ece_union": float(metrics.union_ece(inside, test.targets, outside, prevalence=prevalence))}
+    return {"ece_union": float(metrics.union_ece(inside, test.labels, outside, prevalence=prevalence))}
 
 
 CLASSIFICATION = MetricFunctions("classification", class_metrics, class_arrays, class_scores, class_members)
+
+
+def multilabel_metrics(predictions: Predictions) -> dict[str, float]:
+    """The metrics of the labels as classifications; nll of a row's labels together, exact_match, mean average_precision."""
+    arrays, p = multilabel_arrays(predictions), predictions.predictive.mean  # (N, L)
+    present = arrays["test/target"] == 1
+    both = [each for each in zip(p.T, present.T, strict=True) if 0 < each[1].sum() < len(p)]
+    ranked = [float(metrics.aupr(score[~there], score[there])) for score, there in both]
+    rows = {name: float(arrays[f"test/{name}"].mean()) for name in ("nll", "exact_match")}
+    return class_metrics(_per_label(predictions)) | rows | ({"average_precision": fmean(ranked)} if ranked else {})
+
+
+def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
+    """Values per example, target and prediction (N, L), the reliability bins and the risk–coverage curve of all labels."""
+    found = class_arrays(_per_label(predictions))
+    correct, brier = (
+        found[key].reshape(found["test/target"].shape) for key in ("test/correct", "test/brier")
+    )  # (N, L)
+    nll = -predictions.predictive.log_prob(predictions.targets).double()
+    rows = {"test/correct": correct.mean(1), "test/exact_match": correct.amin(1), "test/brier": brier.mean(1)}
+    return found | rows | {"test/nll": nll}
+
+
+def multilabel_scores(predictions: Predictions) -> dict[str, Tensor]:
+    """OOD scores, summed over labels: name -> (N,) float64."""
+    return {name: score.sum(1) for name, score in class_scores(_per_label(predictions)).items()}
+
+
+def multilabel_members(predictions: Predictions) -> dict[str, float]:
+    """NLL of the members, alone and together; empty for a single member."""
+    log_prob = predictions.predictive.member_log_prob
+    return {} if predictions.members == 1 else _member_nll(log_prob(predictions.targets))
+
+
+def _per_label(predictions: Predictions) -> Predictions:
+    """The labels as classifications into absent and present, (N, 2, L); targets between 0 and 1 are rounded."""
+    rounded = (predictions.targets > 0.5).long()
+    return replace(predictions, predictive=predictions.predictive.per_label, targets=rounded)
+
+
+MULTILABEL = MetricFunctions("multilabel", multilabel_metrics, multilabel_arrays, multilabel_scores, multilabel_members)
 
 
 LEVEL = 0.9
@@ -152,15 +198,21 @@ def regression_members(predictions: Predictions) -> dict[str, float]:
     predictive, y = predictions.predictive, predictions.targets
     means, variances = predictive.defining_tensors()
     alone = [-metrics.gaussian_nll_values(m, v, y) for m, v in zip(means, variances, strict=True)]
-    log_likelihood = torch.stack(alone)  # (M, N)
+    return {
+        **_member_nll(torch.stack(alone)),
+        "members/rmse": float(torch.stack([metrics.rmse(m, y) for m in means]).mean()),
+        "members/effective_members": float(metrics.effective_members_regression(means, y)),
+    }
+
+
+def _member_nll(log_likelihood: Tensor) -> dict[str, float]:
+    """Count, mean and best NLL and diversity of members, from log pₘ(yₙ) (M, N)."""
     gain = metrics.ensemble_gain_of(log_likelihood)
     return {
-        "members/count": float(len(means)),
+        "members/count": float(len(log_likelihood)),
         "members/nll": float(gain.member_nll),
         "members/nll_best": float(-log_likelihood.mean(1).max()),
-        "members/rmse": float(torch.stack([metrics.rmse(m, y) for m in means]).mean()),
         "members/diversity": float(gain.diversity),
-        "members/effective_members": float(metrics.effective_members_regression(means, y)),
     }
 
 

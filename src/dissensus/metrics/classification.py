@@ -19,6 +19,7 @@ from dissensus.metrics.metric_inputs import (
     group_sums,
     labelled_rows,
     nonempty_values,
+    soft_rows,
 )
 from dissensus.utils.checks import fraction, integer
 
@@ -54,7 +55,9 @@ def nll(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None
 
 
 def nll_values(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """(n,) −log p(y) per example, in nats."""
+    """(n,) −log p(y) per example, in nats; with soft labels y (N, C, …), the cross-entropy −Σ_c y_c log p_c."""
+    if (soft := soft_rows(log_probabilities, y, log=True)) is not None:
+        return -torch.where(soft[1] > 0, soft[1] * soft[0].double(), 0.0).sum(1)
     rows, labels = labelled_rows(log_probabilities, y, ignore_index, log=True)
     return -rows.gather(1, labels.unsqueeze(1)).squeeze(1).double()
 
@@ -68,7 +71,9 @@ def brier(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) 
 
 
 def brier_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """(n,) Brier score Σ_c (p_c − 1[c = y])² per example."""
+    """(n,) Brier score Σ_c (p_c − 1[c = y])² per example; Σ_c (p_c − y_c)² with soft labels y (N, C, …)."""
+    if (soft := soft_rows(probabilities, y)) is not None:
+        return (soft[0].double() - soft[1]).square().sum(1)
     rows, labels = labelled_rows(probabilities, y, ignore_index)
     one = rows.new_ones(len(labels), 1, dtype=torch.float64)
     return rows.double().scatter_add(1, labels.unsqueeze(1), -one).square().sum(1)

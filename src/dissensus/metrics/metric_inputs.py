@@ -25,6 +25,14 @@ def labelled_rows(
     return (rows, labels) if keep is None else (rows[..., keep, :], labels[keep])
 
 
+def soft_rows(values: Tensor, y: Tensor, *, log: bool = False) -> tuple[Tensor, Tensor] | None:
+    """Rows (n, C) of values and, in float64, of soft labels y, which have the values' shape; None for class indices."""
+    values, y = tensor_of(values, torch.float64), tensor_of(y)
+    if not y.is_floating_point() or y.shape != values.shape:
+        return None
+    return distributions(values, class_axis=1, log=log), distributions(y, class_axis=1, log=False).double()
+
+
 def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
     """Checked values with classes last and places flattened: (n, C), or (M, n, C) for class_axis 2."""
     values = tensor_of(values, torch.float64)

@@ -34,12 +34,13 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
     dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
         total = _array(predictive.total).reshape(len(mean), -1).sum(1)
-        label = "entropy (nats)" if classed else "standard deviation"
-        return plane_figure(inputs, total if classed else total**0.5, label=label, seen=dots)
+        nats = classed or predictive.kind == "multilabel"
+        label = "entropy (nats)" if nats else "standard deviation"
+        return plane_figure(inputs, total if nats else total**0.5, label=label, seen=dots)
     if classed and inputs is not None and inputs.ndim == 4:
         return class_figure(inputs, mean, _array(predictive.epistemic), classes=classes)
     flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)
-    if classed or flat.reshape(len(mean), -1).shape[1] != 1:
+    if classed or predictive.kind == "multilabel" or flat.reshape(len(mean), -1).shape[1] != 1:
         shape = None if inputs is None else inputs.shape
         wanted = "inputs on a line (of a regression), on a plane (B, 2), or images (B, channels, H, W)"
         raise ValueError(f"expected {wanted}, got {shape}; pass x, or plot ds.evaluate(...) instead")
