@@ -326,7 +326,9 @@ def _evaluate_segmentation(
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
     if kind == "tokens":
-        found |= {f"{key[:-3]}perplexity": math.exp(min(found[key], 709.0)) for key in list(found) if key.endswith("nll")}
+        found |= {
+            f"{key[:-3]}perplexity": math.exp(min(found[key], 709.0)) for key in list(found) if key.endswith("nll")
+        }
     clean = Evaluation(kind, found, arrays, score, tuple(ood), tuple(shift))
     damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
     temperature, parameters = float(functions.posterior.temperature), parameter_count(functions.posterior)

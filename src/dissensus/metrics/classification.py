@@ -70,9 +70,8 @@ def brier(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) 
 def brier_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """(n,) Brier score Σ_c (p_c − 1[c = y])² per example."""
     rows, labels = labelled_rows(probabilities, y, ignore_index)
-    size = max(1, 2**22 // rows.shape[1])  # in float64 at once
-    pairs = zip(rows.split(size), labels.unsqueeze(1).split(size), strict=True)
-    return torch.cat([p.double().scatter_add(1, y, -torch.ones_like(y).double()).square().sum(1) for p, y in pairs])
+    one = rows.new_ones(len(labels), 1, dtype=torch.float64)
+    return rows.double().scatter_add(1, labels.unsqueeze(1), -one).square().sum(1)
 
 
 class BrierDecomposition(NamedTuple):

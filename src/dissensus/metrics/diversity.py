@@ -18,8 +18,6 @@ from dissensus.metrics.metric_inputs import (
     targets_of,
 )
 
-NUMBERS = 2**22  # in float64 at once
-
 
 def mixture_log_probabilities(members: Tensor) -> Tensor:
     """Log-probabilities of the mixture, (N, C, …): log (1/M) Σₘ pₘ from members' log-probabilities (M, N, C, …)."""
@@ -69,12 +67,9 @@ def disagreement(members: Tensor) -> Tensor:
     """
     votes = distributions(members, class_axis=2, log=True).argmax(2)  # (M, n)
     m, classes = votes.shape[0], members.shape[2]
-    pairs = []  # (n,) ordered pairs that agree
-    for part in votes.T.split(max(1, NUMBERS // classes)):
-        count = torch.zeros(len(part), classes, dtype=torch.float64, device=votes.device)
-        count.scatter_add_(1, part, torch.ones_like(part, dtype=torch.float64))  # votes for every class
-        pairs.append((count * (count - 1)).sum(1))
-    return 1 - checked_mean(torch.cat(pairs)) / (m * (m - 1)) if m > 1 else checked_mean(0 * votes.double())
+    count = torch.zeros(votes.shape[1], classes, dtype=torch.float64, device=votes.device)
+    count.scatter_add_(1, votes.T, torch.ones_like(votes.T, dtype=torch.float64))  # (n, C) votes for every class
+    return 1 - checked_mean((count * (count - 1)).sum(1)) / (m * (m - 1)) if m > 1 else checked_mean(0 * count)
 
 
 def pairwise_kl(members: Tensor) -> Tensor:
@@ -101,12 +96,9 @@ def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = 
     """
     rows, labels = labelled_rows(members, y, ignore_index, class_axis=2, log=True)
     classes, group, count = torch.unique(nonempty_values(labels), return_inverse=True, return_counts=True)
-    sums = torch.zeros(3, dtype=torch.float64, device=rows.device)
-    for part in rows.split(max(1, NUMBERS // rows[..., 0].numel()), dim=2):  # outputs add up: some at a time
-        p = part.double().exp()  # (M, n, some of C)
-        class_mean = p.new_zeros(p.shape[0], len(classes), p.shape[2]).index_add(1, group, p) / count.unsqueeze(1)
-        sums += _error_sums(p - class_mean[:, group], p)
-    return _variance_ratio(sums, len(rows))
+    p = rows.double().exp()  # (M, n, C)
+    class_mean = p.new_zeros(p.shape[0], len(classes), p.shape[2]).index_add(1, group, p) / count.unsqueeze(1)
+    return _variance_ratio(p - class_mean[:, group], scale=p.square().mean())
 
 
 def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
@@ -122,19 +114,14 @@ def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
     design = torch.cat([targets.new_ones(n, 1), targets.reshape(n, -1)], dim=1)  # (N, 1 + D)
     basis, singular, _ = torch.linalg.svd(design, full_matrices=False)
     basis = basis[:, singular > 1e-12 * singular[0]]  # (N, rank): constant targets add nothing to the ones
-    return _variance_ratio(_error_sums(outputs - basis @ (basis.T @ outputs), outputs), len(means))
+    return _variance_ratio(outputs - basis @ (basis.T @ outputs), scale=outputs.square().mean())
 
 
-def _error_sums(errors: Tensor, outputs: Tensor) -> Tensor:
-    """(3,) sums of squares: of errors (M, …) and of outputs, both averaged over members, and of the members' mean error."""
-    return torch.stack([errors.square().mean(0).sum(), outputs.square().mean(0).sum(), errors.mean(0).square().sum()])
-
-
-def _variance_ratio(sums: Tensor, members: int) -> Tensor:
-    """() mean square of the errors divided by that of their mean over members, between 1 and M."""
-    own, scale, joint = sums
+def _variance_ratio(errors: Tensor, scale: Tensor) -> Tensor:
+    """() mean square of errors (M, …) divided by the mean square of their mean over members, between 1 and M."""
+    own, joint = errors.square().mean(), errors.mean(0).square().mean()
     # Below (1e-12)² of the outputs' scale there are only rounding errors.
-    return torch.where(own > 1e-24 * scale, own / joint, 1.0).clamp(1, members)
+    return torch.where(own > 1e-24 * scale, own / joint, 1.0).clamp(1, errors.shape[0])
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
