@@ -231,7 +231,7 @@ def test_a_stranger_finds_the_way():
     assert weight.long_functions(SOURCE) == []
     core = weight.weights(SOURCE)["core"]
     assert core.files <= 20
-    assert core.lines <= 5200
+    assert core.lines <= 5400
     assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
 
 

@@ -12,7 +12,15 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 SMALL = {"vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2 = {"vocab_size": 19, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {
+    "vocab_size": 19,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 

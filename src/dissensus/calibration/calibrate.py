@@ -100,7 +100,8 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     found = [token_rows(part, *batch[1:]) for batch, part in predict_loader(view, data, labelled=True)]
     parts, targets, weights = ([each[i] for each in found] for i in range(3))
     predictive, y = Predictive.cat(parts), torch.cat(targets)
-    counted, y = posterior.likelihood.target_mask(y), posterior.likelihood.fill_ignored(y)
+    counted = posterior.likelihood.target_mask(y)
+    y = y if counted is None else torch.where(counted, y, 0)
     like = predictive.log_prob(y)
     given = _concatenate_weights(weights, y)
     weight = torch.ones_like(like, dtype=torch.float64) if given is None else expand_weight(given, like).double()

@@ -48,11 +48,6 @@ class Likelihood(nn.Module, ABC):
         """(B, ...) which entries of log_prob count; None if all do."""
         return None
 
-    def fill_ignored(self, y: Tensor) -> Tensor:
-        """y with another target where it does not count, for a predictive that knows no ignored label."""
-        counted = self.target_mask(y)
-        return y if counted is None else torch.where(counted, y, 0)
-
     def cat_targets(self, parts: Sequence[Tensor]) -> Tensor:
         """The targets of several batches in one tensor, of the shape that `Predictive.cat` gives their predictions."""
         return torch.cat([*parts])
@@ -182,7 +177,9 @@ class Classification(Likelihood):
         return (F.log_softmax(full_precision(outputs), dim=1),)
 
     def predictive(self, *described: Tensor) -> Predictive:
-        return ClassificationPredictive(*described)
+        found = ClassificationPredictive(*described)
+        found.ignore_index = self.ignore_index
+        return found
 
     def output_warning(self, outputs: Tensor) -> str | None:
         if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
@@ -211,7 +208,7 @@ class Classification(Likelihood):
             if y.shape == output_shape:
                 hint = "pass class indices, not one-hot rows"
             elif space and y.shape == output_shape[:-1]:
-                hint = "classes are axis 1 of the logits: pass likelihood=Tokens() if they are the last"
+                hint = "classes are axis 1 of the logits: return outputs.movedim(-1, 1), or pass likelihood=Tokens()"
             raise ValueError(
                 f"expected integer class indices of shape {(batch, *space)} or soft labels of shape {tuple(output_shape)}, "
                 f"got {y.dtype} of shape {tuple(y.shape)}; {hint}"
@@ -263,7 +260,8 @@ def log_prob_sum(
 ) -> tuple[Tensor, Tensor]:
     """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
     counted = likelihood.target_mask(y)
-    log_prob = predictive.log_prob(likelihood.fill_ignored(y)).double()
+    known = counted is None or predictive.ignore_index is not None
+    log_prob = predictive.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
     w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
     if counted is not None:
         w = w * counted

@@ -21,9 +21,11 @@ class Predictive(ABC):
     `len(predictive)` is B, `predictive[i]` is the prediction for some inputs, `Predictive.cat` joins batches. Base class
     of `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
     `targets` are those of the loader, if `ds.predict` or `ds.summarise` has read one; else None.
+    `ignore_index` is the likelihood's: `log_prob` is 0 at such labels.
     """
 
     targets: Tensor | None = None
+    ignore_index: int | None = None
 
     @property
     @abstractmethod
@@ -95,31 +97,36 @@ class Predictive(ABC):
         """One predictive for the inputs of all parts, in order."""
         if not parts:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-        first, *_ = parts = parts[0].pad_parts(parts)
+        parts = parts[0].pad_parts(parts)
         if len(shapes := {tuple(tensor.shape[2:] for tensor in part.defining_tensors()) for part in parts}) > 1:
             found = sorted(tuple(each[0]) for each in shapes)
             raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
         columns = zip(*(part.defining_tensors() for part in parts), strict=True)
-        return first.with_tensors(*(torch.cat(each, dim=1) for each in columns))
+        return parts[0]._like(torch.cat(each, dim=1) for each in columns)
+
+    def _like(self, tensors: Iterable[Tensor]) -> Self:
+        """A predictive of this kind, defined by other tensors."""
+        return type(self)(*tensors).mark(self)
+
+    def mark(self, like: Predictive) -> Self:
+        """This predictive, with another's `ignore_index`."""
+        self.ignore_index = like.ignore_index
+        return self
 
     def pad_parts(self, parts: Sequence[Self]) -> Sequence[Self]:
         """Parts of one shape, for `cat`; as they are, unless outputs have positions that may be ignored."""
         return parts
 
-    def with_tensors(self, *tensors: Tensor) -> Self:
-        """A predictive of this kind and with these settings, of other defining tensors."""
-        return type(self)(*tensors)
-
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
-        return self.with_tensors(*(tensor.to(target) for tensor in self.defining_tensors()))
+        return self._like(tensor.to(target) for tensor in self.defining_tensors())
 
     def __getitem__(self, index: int | slice | Tensor) -> Predictive:
         """The predictive for some of the inputs; an int selects one and keeps the batch axis."""
         if isinstance(index, int):
             at = range(len(self))[index]
             index = slice(at, at + 1)
-        return self.with_tensors(*(tensor[:, index] for tensor in self.defining_tensors()))
+        return self._like(tensor[:, index] for tensor in self.defining_tensors())
 
     def __len__(self) -> int:
         return int(self.defining_tensors()[0].shape[1])
@@ -153,7 +160,8 @@ class CategoricalPredictive(Predictive):
     """Base class: everything that follows from the mixture's log-probabilities, without the members."""
 
     log_mean: Tensor  # (B, C, ...) log p̄
-    class_axis: ClassVar[int] = 1  # of log_mean; with members in front 2, or −1 if it is the last
+    class_axis: ClassVar[int] = 1  # of log_mean
+    member_axis: ClassVar[int] = 2  # of log_probs, with members in front
 
     @property
     def mean(self) -> Tensor:
@@ -171,7 +179,10 @@ class CategoricalPredictive(Predictive):
             raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
         if soft:  # (B, C, ...)
             return torch.where(y > 0, y * self.log_mean, 0.0).sum(axis)
-        return self.log_mean.gather(axis, y.long().unsqueeze(axis)).squeeze(axis)
+        if self.ignore_index is None:
+            return self.log_mean.gather(axis, y.long().unsqueeze(axis)).squeeze(axis)
+        counted = y != self.ignore_index
+        return self.log_mean.gather(axis, y.long().where(counted, 0).unsqueeze(axis)).squeeze(axis).where(counted, 0.0)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`; not conformal: no guarantee."""
@@ -219,14 +230,14 @@ class ClassificationPredictive(CategoricalPredictive):
     @property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
-        entropies = entropy_terms(self._log_probs.exp()).sum(self._member_axis)  # (M, B, ...)
+        entropies = entropy_terms(self._log_probs.exp()).sum(self.member_axis)  # (M, B, ...)
         return entropies.mean(0)
 
     @property
     def epistemic(self) -> Tensor:
         # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]; the KL form is less prone to negative values by rounding.
         ratio = torch.where(self._log_probs == -math.inf, 0.0, self._log_probs - self.log_mean)
-        return (self._log_probs.exp() * ratio).sum(self._member_axis).mean(0).clamp(min=0)
+        return (self._log_probs.exp() * ratio).sum(self.member_axis).mean(0).clamp(min=0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability, without a guarantee."""
@@ -238,16 +249,12 @@ class ClassificationPredictive(CategoricalPredictive):
         return (self._log_probs,)
 
     def apply_temperature(self, temperature: float) -> ClassificationPredictive:
-        return self.with_tensors((self._log_probs / temperature).log_softmax(self._member_axis))
-
-    @property
-    def _member_axis(self) -> int:
-        return self.class_axis + 1 if self.class_axis > 0 else self.class_axis
+        return self._like([(self._log_probs / temperature).log_softmax(self.member_axis)])
 
     def summary_like(self, log_mean: Tensor, aleatoric: Tensor) -> ClassificationSummary:
         """The summary of a mixture of this kind: log p̄ (B, C, ...) and the members' mean entropy (B, ...)."""
         epistemic = (entropy_terms(log_mean.exp()).sum(self.class_axis) - aleatoric).clamp(min=0)
-        return ClassificationSummary(log_mean[None], aleatoric[None], epistemic[None])
+        return ClassificationSummary(log_mean[None], aleatoric[None], epistemic[None]).mark(self)
 
 
 class RegressionPredictive(Predictive):
@@ -445,7 +452,7 @@ class RunningSummary:
         """Adds the members of one more predictive for the same inputs."""
         new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
-            new.count, new._kind = len(predictive.log_probs), predictive.with_tensors(torch.empty(1, 0, 0, 0))
+            new.count, new._kind = len(predictive.log_probs), predictive._like([torch.empty(1, 0, 0, 0)])
             log_sum = predictive.log_mean + math.log(new.count)  # (B, C, ...)
             new._sums = log_sum, predictive.aleatoric * new.count  # (B, ...)
         elif isinstance(predictive, RegressionPredictive):

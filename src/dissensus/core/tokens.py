@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,11 @@ from dissensus.core.predictive import CategoricalPredictive, ClassificationPredi
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import integer
 
-Other = TypeVar("Other", bound="_TokenLabels")
-
 
 class _TokenLabels:
     """Which labels count, and which outputs predict them: the settings of `Tokens` and of its predictions."""
 
-    class_axis = -1
-    ignore_index: int = -100
+    ignore_index: int | None = -100
     shift: bool = False
 
     def labels(self, y: Tensor) -> Tensor:
@@ -30,12 +27,7 @@ class _TokenLabels:
         y = tensor_of(y)
         if not self.shift or y.ndim == 1:  # rows without their sequences have been shifted
             return y
-        return torch.cat([y[:, 1:], torch.full_like(y[:, :1], self.ignore_index)], dim=1)
-
-    def set_labels_of(self, other: Other) -> Other:
-        """The other object, with these settings."""
-        other.ignore_index, other.shift = self.ignore_index, self.shift
-        return other
+        return F.pad(y[:, 1:], (0, 1), value=self.ignore_index)
 
 
 class Tokens(_TokenLabels, Classification):
@@ -74,9 +66,6 @@ class Tokens(_TokenLabels, Classification):
     def training_weight(self, y: Tensor) -> Tensor | None:
         return self.of_rows.training_weight(self.labels(y))
 
-    def fill_ignored(self, y: Tensor) -> Tensor:
-        return y  # the predictive knows the ignored label
-
     def cat_targets(self, parts: Sequence[Tensor]) -> Tensor:
         longest = max(part.shape[1] for part in parts)
         return torch.cat([F.pad(part, (0, longest - part.shape[1]), value=self.ignore_index) for part in parts])
@@ -89,7 +78,7 @@ class Tokens(_TokenLabels, Classification):
         return (F.log_softmax(full_precision(outputs), dim=-1),)
 
     def predictive(self, *described: Tensor) -> Predictive:
-        return self.set_labels_of(TokenPredictive(*described))
+        return TokenPredictive(*described).mark(self)
 
     def output_warning(self, outputs: Tensor) -> str | None:
         return self.of_rows.output_warning(outputs.flatten(0, -2))
@@ -109,10 +98,15 @@ class Tokens(_TokenLabels, Classification):
 class TokenCategorical(_TokenLabels, CategoricalPredictive):
     """Base class: what follows for tokens from the mixture's log-probabilities (B, T, C), without the members."""
 
+    class_axis = member_axis = -1
+
     def log_prob(self, y: Tensor) -> Tensor:
         """(B, T) log p̄ of labels y (B, T), 0 where they are ignored. With `shift`, entry t belongs to label t + 1."""
-        counted = (labels := self.labels(y)) != self.ignore_index
-        return torch.where(counted, super().log_prob(torch.where(counted, labels, 0)), 0.0)
+        return super().log_prob(self.labels(y))
+
+    def mark(self, like: Any) -> Self:
+        self.shift = like.shift
+        return super().mark(like)
 
     def sequence(self, mask: Tensor | None = None) -> SequencePredictive:
         """The prediction for whole sequences. mask: (B, T) tokens that count, as an attention mask; None counts all."""
@@ -131,10 +125,7 @@ class TokenCategorical(_TokenLabels, CategoricalPredictive):
             return F.pad(tensor, (*[0, 0] * (tensor.ndim - 3), 0, longest - tensor.shape[2]), value=value)
 
         values = (-entropy, entropy, 0.0)  # of log-probabilities, and in a summary of aleatoric and epistemic
-        return [part.with_tensors(*map(pad, part.defining_tensors(), values)) for part in parts]
-
-    def with_tensors(self, *tensors: Tensor) -> Self:
-        return self.set_labels_of(super().with_tensors(*tensors))
+        return [part._like(map(pad, part.defining_tensors(), values)) for part in parts]
 
 
 class TokenPredictive(TokenCategorical, ClassificationPredictive):
@@ -143,9 +134,8 @@ class TokenPredictive(TokenCategorical, ClassificationPredictive):
     `mean` is (B, T, C); `confidence`, `aleatoric`, `epistemic` and `total` are (B, T), at the positions of the logits.
     """
 
-    def summary_like(self, log_mean: Tensor, aleatoric: Tensor) -> ClassificationSummary:
-        whole = super().summary_like(log_mean, aleatoric).defining_tensors()
-        return self.set_labels_of(TokenSummary(*whole))
+    def summary_like(self, *described: Tensor) -> ClassificationSummary:
+        return TokenSummary(*super().summary_like(*described).defining_tensors()).mark(self)
 
 
 class TokenSummary(TokenCategorical, ClassificationSummary):
