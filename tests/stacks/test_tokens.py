@@ -2,11 +2,13 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 
 import dissensus as ds
+from test_readme import ROOT, python_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -90,3 +92,11 @@ def test_fit_validates_and_calibrates_on_several_lengths():
 def gpt2_with_dropout():
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | {"resid_pdrop": 0.1}))
+
+
+def test_the_page_on_text_runs_with_transformers():
+    page = ROOT / "docs" / "guides" / "text.md"
+    names: dict[str, object] = {"__name__": "__main__"}
+    for line, code in python_blocks(page.read_text()):
+        exec(compile("\n" * (line - 1) + re.sub(r"\bepochs=\d+", "epochs=1", code), str(page), "exec"), names)
+    assert type(names["bert"]).__module__.startswith("transformers")
