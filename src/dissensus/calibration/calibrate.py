@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -98,7 +99,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
     found = [token_rows(part, *batch[1:]) for batch, part in predict_loader(view, data, labelled=True)]
-    parts, targets, weights = ([each[i] for each in found] for i in range(3))
+    parts, targets, weights = ([*map(itemgetter(i), found)] for i in range(3))
     predictive, y = Predictive.cat(parts), torch.cat(targets)
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)

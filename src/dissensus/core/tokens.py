@@ -19,7 +19,7 @@ from dissensus.utils.checks import integer
 class _TokenLabels:
     """Which labels count, and which outputs predict them: the settings of `Tokens` and of its predictions."""
 
-    ignore_index: int | None = -100
+    ignore_index: Any = -100  # an int
     shift: bool = False
 
     def labels(self, y: Tensor) -> Tensor:

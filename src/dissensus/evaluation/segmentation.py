@@ -69,7 +69,7 @@ class PixelSums:
         self.nll += float(nll.sum())
         self.brier += float(metrics.brier_values(rows.exp(), labels).sum())
         alone = [metrics.nll_values(member, y, ignore_index=ignore_index).sum() for member in members]
-        self.member_nll += torch.stack(alone)  # type: ignore[operator]
+        self.member_nll += torch.stack(alone)
         if len(members) > 1:
             keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
             counted = members.movedim(2, -1)[:, keep]  # (M, n, C)
@@ -82,7 +82,7 @@ class PixelSums:
             kept |= {"intersection": hits, "union": union, "target": seen.matrix.sum(1)}
         self.images.append({name: value.tolist() for name, value in kept.items()})
 
-    def add_sequence(self, predictive: TokenPredictive, y: Tensor) -> "PixelSums":
+    def add_sequence(self, predictive: Any, y: Tensor) -> "PixelSums":
         """Sums with one sequence added, like an image: predictions (1, T, C) and labels (1, T)."""
         (rows, labels, _), one = token_rows(predictive, y), PixelSums()
         members, _, classes = rows.log_probs.shape
@@ -99,7 +99,8 @@ class PixelSums:
             kept = self if other.member_nll is None else other
             return replace(kept, seconds=self.seconds + other.seconds)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return PixelSums(*(a if a is None else a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs))
+        joined: list[Any] = [a if a is None else a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs]
+        return PixelSums(*joined)
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
         """accuracy, nll, brier, ece, aurc, and of at most 256 classes miou and iou/CLASS, over all labelled pixels."""
