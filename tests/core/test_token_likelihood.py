@@ -260,3 +260,9 @@ def test_samples_and_credible_sets_are_per_token():
     assert found.sample(2, generator=torch.Generator().manual_seed(0)).shape == (2, 4, 5)
     kept = found.credible_set(0.5)
     assert (torch.where(kept, found.mean, 0.0).sum(-1) >= 0.5).all()
+
+
+def test_inputs_without_labels_are_predicted():
+    posterior = ensemble()
+    unlabelled = [(x, torch.zeros(len(x))) for x, _ in LOADER]
+    assert torch.equal(ds.predict(posterior, unlabelled).mean, ds.predict(posterior, LOADER).mean)

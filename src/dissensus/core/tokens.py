@@ -57,7 +57,7 @@ class Tokens(_TokenLabels, Classification):
         return self.of_rows.log_prob(*self.rows(outputs, y)).reshape(y.shape)
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        each = None if weight is None else expand_weight(weight, full_precision(outputs)[..., 0]).flatten()
+        each = None if weight is None else expand_weight(weight, full_precision(outputs[..., 0])).flatten()
         return self.of_rows.nll(*self.rows(outputs, y), each)
 
     def target_mask(self, y: Tensor) -> Tensor | None:
@@ -67,6 +67,8 @@ class Tokens(_TokenLabels, Classification):
         return self.of_rows.training_weight(self.labels(y))
 
     def cat_targets(self, parts: Sequence[Tensor]) -> Tensor:
+        if any(part.ndim != 2 for part in parts):  # inputs without labels of tokens
+            return super().cat_targets(parts)
         longest = max(part.shape[1] for part in parts)
         return torch.cat([F.pad(part, (0, longest - part.shape[1]), value=self.ignore_index) for part in parts])
 
