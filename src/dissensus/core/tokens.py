@@ -24,10 +24,8 @@ class _TokenLabels:
 
     def labels(self, y: Tensor) -> Tensor:
         """(B, T) the label that the outputs at t predict: y at t, or with `shift` y at t + 1 and none at the end."""
-        y = tensor_of(y)
-        if not self.shift or y.ndim == 1:  # rows without their sequences have been shifted
-            return y
-        return F.pad(y[:, 1:], (0, 1), value=self.ignore_index)
+        y = tensor_of(y)  # (n,) of rows without their sequences have been shifted
+        return F.pad(y[:, 1:], (0, 1), value=self.ignore_index) if self.shift and y.ndim > 1 else y
 
 
 class Tokens(_TokenLabels, Classification):
