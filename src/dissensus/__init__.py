@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
+    from dissensus.core.tokens import SequencePredictive, TokenPredictive, Tokens
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.evaluation.member_diagnostics import (
@@ -102,6 +103,9 @@ _HOMES = {
     "Particles": "core.particles",
     "RecordingPosterior": "methods.parts.sampling_posterior",
     "SamplingPosterior": "methods.parts.sampling_posterior",
+    "SequencePredictive": "core.tokens",
+    "TokenPredictive": "core.tokens",
+    "Tokens": "core.tokens",
     "calibrate": "calibration.calibrate",
     "capacity": "layers.nodes",
     "conformal": "calibration.conformal",
@@ -128,11 +132,12 @@ __all__ = [
     "Group", "HeteroscedasticRegression", "History", "ImagePrediction", "Laplace", "Lengthscales", "Likelihood",
     "Loader", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions", "Modulation", "MultiLabel",
     "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder",
-    "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior", "SnapshotEnsemble",
-    "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate", "capacity", "conformal", "convergence", "data",
-    "distributed", "evaluate", "export", "fit", "landscape", "load", "member_distances", "metrics", "nets", "ood_gate",
-    "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save", "selective",
-    "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
+    "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior", "SequencePredictive",
+    "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks", "branch", "calibrate",
+    "capacity", "conformal", "convergence", "data", "distributed", "evaluate", "export", "fit", "landscape", "load",
+    "member_distances", "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches",
+    "predict_image", "refresh", "report", "save", "selective", "sklearn", "summarise", "temperature_scale", "theory",
+    "track", "watching",
 ]  # fmt: skip
 
 

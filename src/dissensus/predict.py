@@ -185,7 +185,7 @@ def _predict_all(posterior: Posterior, loader: Iterable[Any], *, keep_members: b
         parts.append(part)
         targets.append(batch.y)
     found = Predictive.cat(parts)
-    found.targets = torch.cat(targets)
+    found.targets = posterior.likelihood.cat_targets(targets)
     return found
 
 
@@ -214,7 +214,7 @@ def _summarise_stored(
             raise ValueError(f"expected the same batches for every member, got others; {hint}")
     seen_whole = [lens.correct_mixture(each.summary()) for each in running] if lens is not None else []
     found = SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole))
-    found.targets = torch.cat(targets)
+    found.targets = member.likelihood.cat_targets(targets)
     return found
 
 

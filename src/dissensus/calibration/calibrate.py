@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ from dissensus.core.likelihood import expand_weight
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.core.tokens import Tokens, token_rows
 from dissensus.engine.prediction_loop import predict_loader
 from dissensus.metrics.classification import confidence_bin, confidence_ece
 from dissensus.numerics.isotonic import isotonic_knots, pad_knots
@@ -57,6 +59,8 @@ def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMe
     Returns:
         `Calibrated`: NLL and calibration error of these rows before and after.
     """
+    if isinstance(expect_posterior(posterior).likelihood, Tokens):
+        one_of("method", method, ("temperature",), hint="tokens have this one")
     rows = predict_held_out(posterior, loader)
     lens = fit_correction(rows, method)
     _warn_if_unfit(rows, lens, method)
@@ -94,11 +98,8 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
-    parts, targets, weights = [], [], []
-    for batch, part in predict_loader(view, data, labelled=True):
-        parts.append(part)
-        targets.append(batch.y)
-        weights.append(batch.weight)
+    found = [token_rows(part, *batch[1:]) for batch, part in predict_loader(view, data, labelled=True)]
+    parts, targets, weights = ([*map(itemgetter(i), found)] for i in range(3))
     predictive, y = Predictive.cat(parts), torch.cat(targets)
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)

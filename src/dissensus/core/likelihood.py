@@ -49,6 +49,10 @@ class Likelihood(nn.Module, ABC):
         """(B, ...) which entries of log_prob count; None if all do."""
         return None
 
+    def cat_targets(self, parts: Sequence[Tensor]) -> Tensor:
+        """The targets of several batches in one tensor, of the shape that `Predictive.cat` gives their predictions."""
+        return torch.cat([*parts])
+
     def training_weight(self, y: Tensor) -> Tensor | None:
         """(B, ...) weight of every entry of log_prob in the training loss; None if all count the same."""
         counted = self.target_mask(y)
@@ -108,8 +112,8 @@ class Classification(Likelihood):
     """The likelihood of class labels, given logits (B, C), (B, C, T) or (B, C, H, W).
 
     Targets are class indices of the logits' shape without C, or soft labels of the whole shape. Classes are axis 1, as in
-    torch's cross_entropy: transpose token logits (B, T, C). Logits (B, C, T) with T = C are ambiguous and refused: return
-    (B, C, T, 1), with targets (B, T, 1).
+    torch's cross_entropy; logits (B, T, C) of tokens need `Tokens`. Logits (B, C, T) with T = C are ambiguous and refused:
+    return (B, C, T, 1), with targets (B, T, 1).
 
     Args:
         ignore_index: label of positions that do not count, in training and in evaluation; None counts all.
@@ -223,7 +227,7 @@ class Classification(Likelihood):
             if y.shape == output_shape:
                 hint = "pass class indices, not one-hot rows"
             elif space and y.shape == output_shape[:-1]:
-                hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
+                hint = "classes are axis 1 of the logits: return outputs.movedim(-1, 1), or pass likelihood=Tokens()"
             raise ValueError(
                 f"expected integer class indices of shape {(batch, *space)} or soft labels of shape {tuple(output_shape)}, "
                 f"got {y.dtype} of shape {tuple(y.shape)}; {hint}"
@@ -239,7 +243,7 @@ class Classification(Likelihood):
         if not self._clear:
             raise ValueError(
                 f"expected logits (B, C, T) with C ≠ T, got {tuple(output_shape)}, perhaps (B, T, C); return outputs[..., "
-                "None] with targets y[..., None] if axis 1 holds the classes, else outputs.movedim(-1, 1)[..., None]"
+                "None] with targets y[..., None] if axis 1 holds the classes, else pass likelihood=Tokens()"
             )
         if y.device.type != "cpu" or y.numel() == 0:
             return
@@ -275,7 +279,8 @@ def log_prob_sum(
 ) -> tuple[Tensor, Tensor]:
     """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
     counted = likelihood.target_mask(y)
-    log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0)).double()
+    known = counted is None or predictive.ignore_index is not None
+    log_prob = predictive.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
     w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
     if counted is not None:
         w = w * counted

@@ -31,7 +31,6 @@ from dissensus.core.predictive import Predictive, as_column
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
-from dissensus.utils.arrays import as_tensor
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode

@@ -24,7 +24,7 @@ class Predictive(ABC):
     `ignore_index` is the likelihood's: `log_prob` is 0 at such labels.
     """
 
-    kind: ClassVar[str] = "other"  # what is predicted: "classification", "multilabel" or "regression"
+    kind: ClassVar[str] = "other"  # what is predicted: "classification", "multilabel", "regression" or "tokens"
     targets: Tensor | None = None
     ignore_index: int | None = None
 
@@ -98,6 +98,7 @@ class Predictive(ABC):
         """One predictive for the inputs of all parts, in order."""
         if not parts:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
+        parts = parts[0].pad_parts(parts)
         if len(shapes := {tuple(tensor.shape[2:] for tensor in part.defining_tensors()) for part in parts}) > 1:
             found = sorted(tuple(each[0]) for each in shapes)
             raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
@@ -112,6 +113,10 @@ class Predictive(ABC):
         """This predictive, with another's `ignore_index`."""
         self.ignore_index = like.ignore_index
         return self
+
+    def pad_parts(self, parts: Sequence[Self]) -> Sequence[Self]:
+        """Parts of one shape, for `cat`; as they are, unless outputs have positions that may be ignored."""
+        return parts
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
@@ -157,6 +162,8 @@ class CategoricalPredictive(Predictive):
 
     kind = "classification"
     log_mean: Tensor  # (B, C, ...) log p̄
+    class_axis: ClassVar[int] = 1  # of log_mean
+    member_axis: ClassVar[int] = 2  # of log_probs, with members in front
 
     @property
     def mean(self) -> Tensor:
@@ -164,31 +171,31 @@ class CategoricalPredictive(Predictive):
 
     @property
     def confidence(self) -> Tensor:
-        return self.mean.amax(1)
+        return self.mean.amax(self.class_axis)
 
     def log_prob(self, y: Tensor) -> Tensor:
         y = tensor_of(y)
-        soft = y.is_floating_point()
-        expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
+        soft, axis = y.is_floating_point(), self.class_axis
+        expected = self.log_mean.shape if soft else self.log_mean.select(axis, 0).shape
         if y.shape != expected:  # gather would accept a shorter y
             raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
         if soft:  # (B, C, ...)
-            return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
+            return torch.where(y > 0, y * self.log_mean, 0.0).sum(axis)
         if self.ignore_index is None:
-            return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+            return self.log_mean.gather(axis, y.long().unsqueeze(axis)).squeeze(axis)
         counted = y != self.ignore_index
-        return self.log_mean.gather(1, y.long().where(counted, 0).unsqueeze(1)).squeeze(1).where(counted, 0.0)
+        return self.log_mean.gather(axis, y.long().where(counted, 0).unsqueeze(axis)).squeeze(axis).where(counted, 0.0)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`; not conformal: no guarantee."""
         number("level", level, above=0, most=1, hint="pass for example 0.9")
-        ordered, order = self.mean.sort(dim=1, descending=True)
-        before = ordered.cumsum(1) - ordered  # total probability of the likelier classes
-        return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
+        ordered, order = self.mean.sort(dim=self.class_axis, descending=True)
+        before = ordered.cumsum(self.class_axis) - ordered  # total probability of the likelier classes
+        return torch.zeros_like(before, dtype=torch.bool).scatter(self.class_axis, order, before < level)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, ...) class indices."""
-        rows = self.mean.movedim(1, -1)  # (B, ..., C)
+        rows = self.mean.movedim(self.class_axis, -1)  # (B, ..., C)
         integer("n", n)
         flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
         return flat.T.reshape(n, *rows.shape[:-1])
@@ -225,14 +232,14 @@ class ClassificationPredictive(CategoricalPredictive):
     @property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
-        entropies = entropy_terms(self._log_probs.exp()).sum(2)  # (M, B, ...)
+        entropies = entropy_terms(self._log_probs.exp()).sum(self.member_axis)  # (M, B, ...)
         return entropies.mean(0)
 
     @property
     def epistemic(self) -> Tensor:
         # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]; the KL form is less prone to negative values by rounding.
         ratio = torch.where(self._log_probs == -math.inf, 0.0, self._log_probs - self.log_mean)
-        return (self._log_probs.exp() * ratio).sum(2).mean(0).clamp(min=0)
+        return (self._log_probs.exp() * ratio).sum(self.member_axis).mean(0).clamp(min=0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability, without a guarantee."""
@@ -244,7 +251,12 @@ class ClassificationPredictive(CategoricalPredictive):
         return (self._log_probs,)
 
     def apply_temperature(self, temperature: float) -> ClassificationPredictive:
-        return self._like([(self._log_probs / temperature).log_softmax(2)])
+        return self._like([(self._log_probs / temperature).log_softmax(self.member_axis)])
+
+    def summary_like(self, log_mean: Tensor, aleatoric: Tensor) -> ClassificationSummary:
+        """The summary of a mixture of this kind: log p̄ (B, C, ...) and the members' mean entropy (B, ...)."""
+        epistemic = (entropy_terms(log_mean.exp()).sum(self.class_axis) - aleatoric).clamp(min=0)
+        return ClassificationSummary(log_mean[None], aleatoric[None], epistemic[None]).mark(self)
 
 
 class RegressionPredictive(Predictive):
@@ -446,9 +458,8 @@ class RunningSummary:
 
     def __init__(self, predictives: Iterable[Predictive] = ()) -> None:
         self.count = 0
-        self.ignore_index: int | None = None
         self._sums: tuple[Tensor, ...] = ()
-        self._classification = False
+        self._kind: ClassificationPredictive | None = None  # without inputs; None for regressions
         for predictive in predictives:
             self.add(predictive)
 
@@ -456,8 +467,7 @@ class RunningSummary:
         """Adds the members of one more predictive for the same inputs."""
         new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
-            new.count, new._classification = len(predictive.log_probs), True
-            new.ignore_index = predictive.ignore_index
+            new.count, new._kind = len(predictive.log_probs), predictive._like([torch.empty(1, 0, 0, 0)])
             log_sum = predictive.log_mean + math.log(new.count)  # (B, C, ...)
             new._sums = log_sum, predictive.aleatoric * new.count  # (B, ...)
         elif isinstance(predictive, RegressionPredictive):
@@ -470,7 +480,7 @@ class RunningSummary:
 
     def merge(self, other: RunningSummary) -> None:
         """Takes in what another one has taken in, for the same inputs."""
-        if self.count and self._classification:
+        if self.count and self._kind is not None:
             self._sums = torch.logaddexp(self._sums[0], other._sums[0]), self._sums[1] + other._sums[1]
         elif self.count:
             # Chan, Golub & LeVeque 1979: means and scatters of two groups merged without cancellation.
@@ -480,20 +490,13 @@ class RunningSummary:
             scatter = self._sums[1] + scatter + shift**2 * (self.count * other.count / total)
             self._sums = mean, scatter, self._sums[2] + noise
         else:
-            self._sums, self._classification = other._sums, other._classification
-            self.ignore_index = other.ignore_index
+            self._sums, self._kind = other._sums, other._kind
         self.count += other.count
 
     def summary(self) -> SummaryPredictive:
         """The summary of all members so far."""
-        if self._classification:
-            log_mean = self._sums[0] - math.log(self.count)
-            aleatoric = self._sums[1] / self.count
-            entropy = entropy_terms(log_mean.exp()).sum(1)
-            epistemic = (entropy - aleatoric).clamp(min=0)
-            found = ClassificationSummary(log_mean[None], aleatoric[None], epistemic[None])
-            found.ignore_index = self.ignore_index
-            return found
+        if self._kind is not None:
+            return self._kind.summary_like(self._sums[0] - math.log(self.count), self._sums[1] / self.count)
         mean, scatter, noise = self._sums
         return RegressionSummary(mean[None], (noise / self.count)[None], (scatter / self.count)[None])
 
@@ -509,7 +512,7 @@ def html_table(predictive: Any) -> str:
     else:
         shown = {} if classed else {"mean": _texts(few.mean)}
     shown |= {name: _texts(getattr(few, name)) for name in ("aleatoric", "epistemic", "total")}
-    unit = "nats" if predictive.kind in ("classification", "multilabel") else "variance"
+    unit = "nats" if predictive.kind in ("classification", "multilabel", "tokens") else "variance"
     head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
     rows = zip(range(len(few)), *shown.values(), strict=True)
     body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)

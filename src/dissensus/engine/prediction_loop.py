@@ -140,7 +140,7 @@ class FixedDraw:
             check_input_values(most, x)
             check_diverged(self.posterior, maxima)
             first = described.pop(0) if energy else None
-            return Answer(type(answer.predictive)(*described), first), timer.seconds()
+            return Answer(answer.predictive._like(described), first), timer.seconds()
 
         return read
 

@@ -1,6 +1,7 @@
 """evaluate: all metrics of a posterior from one draw, on test data and on foreign, shifted, corrupted and attacked inputs."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -104,8 +105,8 @@ def evaluate(
         if attack is not None:
             check_attackable(kind)
         corrupted = None if spec is None else partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
-        if kind == "segmentation":
-            found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes)
+        if kind in ("segmentation", "tokens"):
+            found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes, kind)
         else:
             attacked = (
                 None if attack is None else partial(robustness_curves.attacked_inputs, functions, attackable, attack)
@@ -286,7 +287,7 @@ def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[P
     first = next(functions.posterior.read(left, anywhere=True), None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
+    outputs = torch.zeros(1, *functions.posterior.output_shape(first.x)[1:], device=functions.device)
     described = functions.drawn.particles.map_members(lambda member: member.likelihood.describe(outputs))
     predictive = functions.drawn.likelihood.predictive(*described)
     pixels = predictive.kind == "classification" and predictive.mean.ndim > 2
@@ -305,7 +306,12 @@ def _evaluate_segmentation(
     corrupted: Callable[[], CorruptedCounts] | None,
     score: str,
     classes: Sequence[str] | None,
+    kind: PredictionKind,
 ) -> Evaluation:
+    if kind == "tokens" and (ood or corrupted is not None):
+        raise ValueError(
+            "expected no ood= or corrupt= for tokens, got some; rank texts by predictive.sequence(mask).total"
+        )
     sums, shapes, images = segmentation.pixel_sums(functions, loader)
     found, arrays = sums.metrics(classes), sums.arrays()
     for name, each in ood.items():
@@ -316,7 +322,11 @@ def _evaluate_segmentation(
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
-    clean = Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift))
+    if kind == "tokens":
+        found |= {
+            f"{key[:-3]}perplexity": math.exp(min(found[key], 709.0)) for key in list(found) if key.endswith("nll")
+        }
+    clean = Evaluation(kind, found, arrays, score, tuple(ood), tuple(shift))
     damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
     temperature, parameters = float(functions.posterior.temperature), parameter_count(functions.posterior)
     return complete_evaluation(clean, damaged, members, temperature, parameters, 1000 * sums.seconds / images)

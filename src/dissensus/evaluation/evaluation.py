@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dissensus.utils.arrays import as_dataframe
 
-PredictionKind = Literal["classification", "multilabel", "regression", "segmentation"]
+PredictionKind = Literal["classification", "multilabel", "regression", "segmentation", "tokens"]
 
-FIRST = ("accuracy", "miou", "rmse", "nll", "ece", "coverage90")  # shown in a short text
+FIRST = ("accuracy", "miou", "rmse", "nll", "perplexity", "ece", "coverage90")  # shown in a short text
 ABOUT = ("classes", "calibration", "unit", "precision")  # notes on what was evaluated
 
 
@@ -21,15 +21,15 @@ class Evaluation:
     `print(evaluation.table())` shows the metrics.
 
     Args:
-        kind: "classification", "multilabel", "regression" or "segmentation".
+        kind: "classification", "multilabel", "regression", "segmentation" or "tokens".
         metrics: flat name ("nll", "ood/SET/auroc", "corrupt/accuracy", "members/…", "cost/…") -> number.
         arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions:
             squared_error, nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more
             foreign), `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity),
-            `attack/NAME/METRIC` (over ε, `attack/epsilons`), `examples/GROUP/…`. Segmentations have one number per image:
-            `test/correct`, `test/nll`, and for `ood/…` metrics that are means over images, the value of every image under
-            the same key. `test/intersection` and `test/union` (N, C) give mIoU; `test/target` (N, C) counts the pixels of
-            every class.
+            `attack/NAME/METRIC` (over ε, `attack/epsilons`), `examples/GROUP/…`. Segmentations have one number per image,
+            tokens one per sequence: `test/correct`, `test/nll`, and for `ood/…` metrics that are means over images, the value
+            of every image under the same key. `test/intersection` and `test/union` (N, C) give mIoU; `test/target` (N, C)
+            counts the pixels of every class.
         score: the score that ranks inputs in the ood/… metrics.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: the corruptions applied, in the order of the arrays' axes.

@@ -53,7 +53,7 @@ class Predictions:
             return {}
         tensors = self.predictive.defining_tensors()
         parts = zip(*(tensor.double().chunk(self.networks) for tensor in tensors), strict=True)
-        mixtures = [type(self.predictive)(*part) for part in parts]
+        mixtures = [self.predictive._like(part) for part in parts]
         log_probs = torch.stack([mixture.log_prob(self.targets) for mixture in mixtures])
         found = {"networks/count": float(self.networks), "networks/nll": -float(log_probs.mean())}
         if isinstance(self.predictive, ClassificationPredictive):

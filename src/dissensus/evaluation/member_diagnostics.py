@@ -14,6 +14,7 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, checked_members, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.core.tokens import token_rows
 from dissensus.methods.parts.repulsion import input_gradient, selected_output
 from dissensus.metrics.chain_diagnostics import effective_sample_size, split_rhat
 from dissensus.numerics.rbf_kernels import directions, squared_distances, to_kernel_precision
@@ -67,6 +68,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         predictive = checked_members(posterior, posterior.current().predict(x), posterior.current_correction())
     trained = {name: each for name, each in particles.own_parameters().items() if each.requires_grad}
     own = {name: each.detach() for name, each in trained.items() if name.startswith("network.")}
+    predictive, y, _ = token_rows(predictive, y)
     if isinstance(predictive, ClassificationPredictive):
         ignored = getattr(posterior.likelihood, "ignore_index", None)
         labels = y.argmax(1) if y.is_floating_point() else y  # soft labels: the likeliest class

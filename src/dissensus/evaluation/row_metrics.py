@@ -15,8 +15,8 @@ from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 
 CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")
 # kind of predictions -> the scores that can rank inputs; the first is the default
-OOD_SCORES = {"classification": CLASS_SCORES, "segmentation": CLASS_SCORES, "regression": tuple(VALUE_UNCERTAINTY)}
-OOD_SCORES["multilabel"] = tuple(CLASS_UNCERTAINTY)
+OOD_SCORES = dict.fromkeys(("classification", "segmentation", "tokens"), CLASS_SCORES)
+OOD_SCORES |= {"regression": tuple(VALUE_UNCERTAINTY), "multilabel": tuple(CLASS_UNCERTAINTY)}
 OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjusted, metrics.fpr95, metrics.fpr95_in)
 
 

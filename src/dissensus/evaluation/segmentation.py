@@ -1,4 +1,4 @@
-"""Metrics of a segmentation: sums over pixels of each image; OOD pixels are ranked within images and pooled.
+"""Metrics of a segmentation, or of tokens: sums over pixels of each image; OOD pixels are ranked within images and pooled.
 
 Pixels are never stored. Accuracy, likelihood, calibration and intersection over union are still exact, and so is ranking
 within an image; pooled OOD ranking and risk–coverage are binned (`dissensus.metrics.ScoreHistogram`: 0.2 % relative width).
@@ -6,7 +6,7 @@ A few numbers per image are kept, by which methods are compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dissensus.calibration.conformal import CLASS_UNCERTAINTY
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.predictive import SummaryPredictive
+from dissensus.core.tokens import TokenPredictive, token_rows
 from dissensus.engine.prediction_loop import Answer, FixedDraw, Timer
 from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.loader_predictions import Shapes
@@ -25,6 +26,8 @@ from dissensus.metrics.classification import bin_sums
 from dissensus.metrics.metric_inputs import labelled_rows
 from dissensus.metrics.ranking import RankedCounts, ranked_counts
 
+MOST_CLASSES = 256  # of a confusion matrix, whose memory grows with their square
+NUMBERS = 2**22  # of tokens' log-probabilities at once, where classes are more
 RANKING = ("auroc", "aupr", "fpr95", "fpr95_in")
 
 
@@ -49,16 +52,15 @@ class PixelSums:
         log_mean, mean = predictive.log_mean, predictive.mean
         # A calibration of the mean leaves a summary, which has no members to measure.
         members = log_mean[None] if isinstance(predictive, SummaryPredictive) else predictive.log_probs
-        if self.confusion is None:
-            self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
+        if self.member_nll is None:
+            few = mean.shape[1] <= MOST_CLASSES
+            self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device) if few else None
             self.bins = CalibrationBins.empty(device=mean.device)
             self.risk = RiskHistogram.empty(device=mean.device)
             self.member_nll = torch.zeros(len(members), dtype=torch.float64, device=mean.device)
         rows, labels = labelled_rows(log_mean, y, ignore_index, log=True)  # (n, C), (n,)
         if not len(labels):
             return
-        seen = ConfusionCounts.empty(mean.shape[1], mean.device).update(mean, y, ignore_index=ignore_index)
-        self.confusion = self.confusion.merge(seen)
         self.bins = self.bins.update(mean, y, ignore_index=ignore_index)
         wrong = rows.argmax(1) != labels
         self.risk = self.risk.update(metrics.max_probability_score(rows), wrong)
@@ -67,43 +69,55 @@ class PixelSums:
         self.nll += float(nll.sum())
         self.brier += float(metrics.brier_values(rows.exp(), labels).sum())
         alone = [metrics.nll_values(member, y, ignore_index=ignore_index).sum() for member in members]
-        self.member_nll += torch.stack(alone)  # type: ignore[operator]
+        self.member_nll += torch.stack(alone)
         if len(members) > 1:
             keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
             counted = members.movedim(2, -1)[:, keep]  # (M, n, C)
             self.disagreement += float(metrics.disagreement(counted)) * len(labels)
-        hits = seen.matrix.diagonal()
-        kept = {
-            "correct": (~wrong).double().mean(),
-            "nll": nll.mean(),
-            "intersection": hits,
-            "union": seen.matrix.sum(0) + seen.matrix.sum(1) - hits,
-            "target": seen.matrix.sum(1),
-        }
+        kept = {"correct": (~wrong).double().mean(), "nll": nll.mean()}
+        if self.confusion is not None:
+            seen = ConfusionCounts.empty(mean.shape[1], mean.device).update(mean, y, ignore_index=ignore_index)
+            self.confusion, hits = self.confusion.merge(seen), seen.matrix.diagonal()
+            union = seen.matrix.sum(0) + seen.matrix.sum(1) - hits
+            kept |= {"intersection": hits, "union": union, "target": seen.matrix.sum(1)}
         self.images.append({name: value.tolist() for name, value in kept.items()})
+
+    def add_sequence(self, predictive: Any, y: Tensor) -> "PixelSums":
+        """Sums with one sequence added, like an image: predictions (1, T, C) and labels (1, T)."""
+        (rows, labels, _), one = token_rows(predictive, y), PixelSums()
+        members, _, classes = rows.log_probs.shape
+        size = y.numel() if classes <= MOST_CLASSES else max(1, NUMBERS // (members * classes))
+        for start in range(0, len(labels), size):
+            one.update(rows[start : start + size], labels[start : start + size], None)
+        if len(one.images) > 1:
+            one.images = [{"correct": float(one.bins.correct.sum()) / one.pixels, "nll": one.nll / one.pixels}]
+        return self.merge(one)
 
     def merge(self, other: "PixelSums") -> "PixelSums":
         """Sums of these images followed by the other's images."""
-        if self.confusion is None or other.confusion is None:
-            return self if other.confusion is None else other
+        if self.member_nll is None or other.member_nll is None:
+            kept = self if other.member_nll is None else other
+            return replace(kept, seconds=self.seconds + other.seconds)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return PixelSums(*(a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs))
+        joined: list[Any] = [a if a is None else a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs]
+        return PixelSums(*joined)
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
-        """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all labelled pixels."""
-        if self.confusion is None or not self.pixels:
+        """accuracy, nll, brier, ece, aurc, and of at most 256 classes miou and iou/CLASS, over all labelled pixels."""
+        if not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
-        iou = metrics.intersection_over_union(self.confusion.matrix).tolist()
-        names = range(len(iou)) if classes is None else classes
+        found = self.confusion
+        iou = [] if found is None else metrics.intersection_over_union(found.matrix).tolist()
+        names = range(len(iou)) if classes is None or found is None else classes
         if len(names) != len(iou):
             raise ValueError(f"expected {len(iou)} class names, got {len(names)}; pass one name per output")
         return {
-            "accuracy": float(self.confusion.accuracy()),
+            "accuracy": float(self.bins.correct.sum()) / self.pixels,
             "nll": self.nll / self.pixels,
             "brier": self.brier / self.pixels,
             "ece": float(self.bins.ece()),
             "aurc": float(self.risk.aurc()),
-            "miou": float(self.confusion.miou()),
+            **({} if found is None else {"miou": float(found.miou())}),
             # A class that is neither present nor predicted has no IoU.
             **{f"iou/{name}": value for name, value in zip(names, iou, strict=True) if value == value},
         }
@@ -133,7 +147,7 @@ class PixelSums:
             "reliability/accuracy": correct / counts,
             "reliability/edges": edges,
             **{f"risk_coverage/{name}": each.cpu() for name, each in self.risk.risk_coverage()._asdict().items()},
-            "confusion": self.confusion.matrix.cpu() if self.confusion is not None else torch.zeros(0, 0),
+            **({} if self.confusion is None else {"confusion": self.confusion.matrix.cpu()}),
         }
 
 
@@ -151,7 +165,10 @@ def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test
         part.seconds = timer.seconds()
         y = batch.y.to(functions.device)
         for row in range(len(y)):  # one by one: the memory of scores grows with members × pixels
-            part.update(predictive[row], y[row : row + 1], functions.ignore_index)
+            if isinstance(predictive, TokenPredictive):
+                part = part.add_sequence(predictive[row], y[row : row + 1])
+            else:
+                part.update(predictive[row], y[row : row + 1], functions.ignore_index)
         return part
 
     read = functions.posterior.read(loader, anywhere=True)

@@ -19,6 +19,7 @@ from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive
+from dissensus.core.tokens import token_rows
 from dissensus.layers.batch_norm import refresh_statistics, statistics_mode
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import integer, number, one_of
@@ -353,5 +354,6 @@ def _correct_counts(predictive: Any, y: Tensor, counted: Tensor | None) -> tuple
     """() number of correct classes, and () number of positions that count; 0 and 0 if targets are no class indices."""
     if not isinstance(predictive, ClassificationPredictive) or y.is_floating_point():
         return torch.zeros(()), torch.zeros(())
+    predictive, y, counted = token_rows(predictive, y, counted)
     counted = torch.ones_like(y, dtype=torch.bool) if counted is None else counted
     return ((predictive.mean.argmax(1) == y) & counted).sum(), counted.sum()

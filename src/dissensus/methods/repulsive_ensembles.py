@@ -196,8 +196,8 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             self.output_shape(self.repel_at.inputs())  # raises if the network rejects them
 
     def _comparison_values(self, outputs: Tensor) -> Tensor:
-        outputs = full_precision(outputs)
-        return outputs.softmax(1) if self.outputs == "probabilities" else outputs
+        probabilities = self.outputs == "probabilities"
+        return self.likelihood.describe(outputs)[0].exp() if probabilities else full_precision(outputs)
 
     def _output_penalty(self, outputs: Tensor, weight: Tensor | None) -> Tensor | float:
         """() the weighted mean over examples of Σ log(1 + a F²); 0 without an output prior."""

@@ -15,13 +15,14 @@ from dissensus.core.likelihood import Classification, HeteroscedasticRegression,
 from dissensus.core.multilabel import MultiLabel
 from dissensus.core.particles import store_tensors_once
 from dissensus.core.posterior import Posterior
+from dissensus.core.tokens import Tokens
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.utils.checks import one_of
 from dissensus.utils.module_state import deepcopy_memo
 
 TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of the tensors in a file
-_KNOWN: tuple[type[Likelihood], ...] = (Classification, Regression, HeteroscedasticRegression, MultiLabel)
+_KNOWN: tuple[type[Likelihood], ...] = (Classification, Regression, HeteroscedasticRegression, MultiLabel, Tokens)
 LIKELIHOODS = {each.__name__: each for each in _KNOWN}
 # Arguments that determine numbers of rows, and the tensors with these rows: compared before anything of that size is built.
 COUNTED = {  # argument -> (prefix of names of tensors, axis with this length)

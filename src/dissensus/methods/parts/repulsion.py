@@ -19,6 +19,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.posterior import Posterior
+from dissensus.core.tokens import Tokens
 from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -54,6 +55,8 @@ def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient
         return log_prob.sum() if counted is None else torch.where(counted, log_prob, 0.0).sum()
     if not isinstance(likelihood, Classification):
         return likelihood.describe(outputs)[0].sum()
+    if isinstance(likelihood, Tokens):
+        return selected_output(likelihood.of_rows, *likelihood.rows(outputs, y), gradient)
     if y.is_floating_point():
         return (y * outputs).sum()
     counted = likelihood.target_mask(y)

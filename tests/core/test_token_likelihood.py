@@ -1,0 +1,268 @@
+"""Tokens: logits (B, T, C), ignored labels, shifted labels, several lengths in one loader, and many classes."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dissensus as ds
+from dissensus.methods.parts.repulsion import selected_output
+from dissensus.training.validation import validation_nll
+from refusals import refuses
+
+F64, CLASSES = torch.float64, 5
+
+
+class Tagger(nn.Module):
+    """A stand-in for a transformer: words (B, T) to logits (B, T, C), every position with the mean of those before it."""
+
+    def __init__(self, words: int = 5, classes: int = CLASSES, width: int = 4) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, classes)
+
+    def forward(self, input_ids, attention_mask=None):
+        seen = self.embed(input_ids)
+        return self.head(torch.tanh(seen.cumsum(1) / torch.arange(1, seen.shape[1] + 1, dtype=seen.dtype)[:, None]))
+
+
+def sentences(length: int, n: int = 4):
+    """(words, labels), of which the last ones of some sentences are padding; T = C = 5 is one of the lengths."""
+    steps = torch.randint(1, 3, (n, length), generator=torch.Generator().manual_seed(length))
+    words = steps.cumsum(1) % 5
+    labels = words.clone()
+    labels[: n // 2, -1] = -100
+    return words, labels
+
+
+LOADER = [sentences(length) for length in (5, 3, 7)]
+
+
+def ensemble(members: int = 3, **settings):
+    torch.manual_seed(0)
+    return ds.DeepEnsemble([Tagger().double() for _ in range(members)], likelihood=ds.Tokens(**settings))
+
+
+def aligned(network, x, y, shift):
+    """(logits, labels) as Hugging Face's models pair them."""
+    return (network(x)[:, :-1], y[:, 1:]) if shift else (network(x), y)
+
+
+@torch.no_grad()
+def rows_by_hand(posterior, shift):
+    """Log-probabilities (M, n, C) and labels (n,) of all tokens that count, in the loader's order."""
+    pairs = [[aligned(posterior.member(m), *batch, shift) for batch in LOADER] for m in range(3)]
+    members = [torch.cat([logits[labels != -100] for logits, labels in each]).log_softmax(-1) for each in pairs]
+    return torch.stack(members), torch.cat([labels[labels != -100] for _, labels in pairs[0]])
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_training_equals_a_loop_of_copies(shift):
+    """The loss as Hugging Face's models compute it."""
+    posterior = ensemble(shift=shift)
+    copies = [copy.deepcopy(posterior.member(m)) for m in range(3)]
+    ds.fit(posterior, LOADER, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.5), epochs=2, progress=False)
+    for member, network in enumerate(copies):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        for x, y in LOADER * 2:
+            logits, labels = aligned(network, x, y, shift)
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+            optimizer.step()
+        for x, _ in LOADER:
+            mine = posterior.predict(x).log_probs[member]
+            torch.testing.assert_close(mine, network(x).log_softmax(-1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_predictions_of_several_lengths_are_padded(shift):
+    posterior = ensemble(shift=shift)
+    found = ds.predict(posterior, LOADER)
+    assert found.mean.shape == (12, 7, CLASSES)
+    assert found.targets.shape == found.total.shape == found.epistemic.shape == (12, 7)
+    assert found.targets[4:8, 3:].eq(-100).all()
+    assert found[4:8].total[:, 3:].sub(math.log(CLASSES)).abs().max() < 1e-12  # nothing is known of added positions
+    log_prob = found.log_prob(found.targets)
+    by_hand, labels = rows_by_hand(posterior, shift)
+    mixture = (by_hand.logsumexp(0) - math.log(3)).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(log_prob[log_prob != 0], mixture, rtol=0, atol=1e-12)
+    summary = ds.summarise(posterior, LOADER)
+    assert torch.equal(summary.targets, found.targets)
+    for name in ("mean", "aleatoric", "epistemic"):
+        torch.testing.assert_close(getattr(summary, name), getattr(found, name), rtol=0, atol=1e-12)
+    torch.testing.assert_close(summary.log_prob(found.targets), log_prob, rtol=0, atol=1e-12)
+    assert validation_nll(posterior, LOADER) == pytest.approx(-float(mixture.mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_evaluate_gives_the_metrics_of_the_tokens_that_count(shift):
+    posterior = ensemble(shift=shift)
+    by_hand, y = rows_by_hand(posterior, shift)
+    log_mean = by_hand.logsumexp(0) - math.log(3)
+    found = ds.evaluate(posterior, LOADER, shift={"same": LOADER}, classes=list("abcde"), progress=False)
+    wanted = {
+        "nll": ds.metrics.nll(log_mean, y),
+        "perplexity": ds.metrics.nll(log_mean, y).exp(),
+        "shift/same/perplexity": ds.metrics.nll(log_mean, y).exp(),
+        "accuracy": ds.metrics.accuracy(log_mean.exp(), y),
+        "ece": ds.metrics.ece(log_mean.exp(), y),
+        "brier": ds.metrics.brier(log_mean.exp(), y),
+        "miou": ds.metrics.miou(log_mean.exp(), y),
+        "members/nll": ds.metrics.ensemble_gain(by_hand, y).member_nll,
+        "members/disagreement": ds.metrics.disagreement(by_hand),
+    }
+    for name, value in wanted.items():
+        assert found.metrics[name] == pytest.approx(float(value), abs=1e-12), name
+    assert found.kind == "tokens"
+    assert found.arrays["test/nll"].shape == (12,)
+    refuses(lambda: ds.evaluate(posterior, LOADER, ood={"other": LOADER}, progress=False), "expected no ood=")
+
+
+def test_many_classes_are_counted_in_pieces(monkeypatch):
+    """Without a confusion matrix, and with some tokens at a time, the numbers are the same."""
+    posterior = ensemble()
+    whole = ds.evaluate(posterior, LOADER, progress=False)
+    monkeypatch.setattr("dissensus.evaluation.segmentation.MOST_CLASSES", 4)
+    monkeypatch.setattr("dissensus.evaluation.segmentation.NUMBERS", 2 * 3 * CLASSES)
+    pieces = ds.evaluate(posterior, LOADER, progress=False)
+    assert {*whole.metrics} - {*pieces.metrics} == {"miou", *(f"iou/{c}" for c in range(CLASSES))}
+    for name in ("nll", "perplexity", "ece", "accuracy", "brier", "aurc", "members/disagreement"):
+        assert pieces.metrics[name] == pytest.approx(whole.metrics[name], abs=1e-12), name
+    for name in ("test/nll", "test/correct"):
+        torch.testing.assert_close(pieces.arrays[name], whole.arrays[name], rtol=0, atol=1e-12)
+
+
+MEMORY = """
+import resource, torch, dissensus as ds
+from test_token_likelihood import Tagger
+C = 32_000
+posterior = ds.DeepEnsemble([Tagger(C, C) for _ in range(2)], likelihood=ds.Tokens(shift=True))
+x = torch.randint(C, (4, 512))
+ds.evaluate(posterior, [(x[:1, :4], x[:1, :4])], progress=False)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = ds.evaluate(posterior, [(x, x)], progress=False)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_32000_is_evaluated_in_two_gigabytes():
+    """2048 tokens, two members: their log-probabilities alone are 0.5 GB, a confusion matrix would be 8 GB."""
+    folders = [os.path.dirname(__file__), *sys.path]
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        env={**os.environ, "PYTHONPATH": ":".join(folders)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 2 * 10**9
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_sequence_has_a_joint_and_a_mean_log_probability(shift):
+    x, y = LOADER[0]
+    posterior = ensemble(shift=shift)
+    found, mask = posterior.predict(x), y != -100
+    pairs = [aligned(posterior.member(m), x, y, shift) for m in range(3)]
+    each = torch.stack([-F.cross_entropy(f.mT, k, ignore_index=-100, reduction="none") for f, k in pairs])  # (M, B, T)
+    counted = (y[:, 1:] if shift else y) != -100
+    joint = torch.log(each.sum(2).exp().mean(0))
+    sequence = found.sequence(mask)
+    torch.testing.assert_close(sequence.log_prob(y), joint, rtol=0, atol=1e-12)
+    assert torch.equal(sequence.log_prob(torch.where(mask, y, 3)), sequence.log_prob(y))  # masked labels do not count
+    mean = (each.exp().mean(0).log() * counted).sum(1) / counted.sum(1)
+    torch.testing.assert_close(sequence.mean_log_prob(y), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sequence.epistemic[0], found.epistemic[0, mask[0]].mean(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.sequence().total, found.total.mean(1), rtol=0, atol=1e-12)
+    refuses(lambda: found.sequence(mask[:, :2]), r"expected a mask of shape \(4, 5\)")
+    refuses(lambda: ds.summarise(posterior, [(x, y)]).sequence().log_prob(y), "got a summary", TypeError)
+
+
+def test_a_temperature_is_that_of_the_tokens_that_count():
+    posterior, rows = (ensemble(shift=True) for _ in range(2))
+    for each in (posterior, rows):
+        ds.fit(each, LOADER, optimizer=torch.optim.SGD(each.parameters(), lr=0.5), epochs=20, progress=False)
+    assert ds.calibrate(posterior, LOADER).rows == sum(int((y[:, 1:] != -100).sum()) for _, y in LOADER)
+    by_hand, labels = rows_by_hand(rows, True)
+
+    def nll(temperature):
+        return -float((by_hand / temperature).softmax(2).mean(0).log().gather(1, labels[:, None]).mean())
+
+    best = float(posterior.temperature)
+    assert nll(best) <= min(nll(best * 1.01), nll(best / 1.01))
+    refuses(lambda: ds.calibrate(posterior, LOADER, "vector"), "expected method")
+    weighted = [(x, y, torch.full((len(y),), 2.0)) for x, y in LOADER]
+    assert ds.temperature_scale(rows, weighted) == pytest.approx(best, rel=1e-4)
+
+
+def test_weights_and_class_weights_count_as_in_rows_of_tokens():
+    x, y = LOADER[2]
+    weights, each = [1.0, 2.0, 3.0, 4.0, 5.0], torch.tensor([1.0, 0.0, 2.0, 3.0], dtype=F64)
+    likelihood = ds.Tokens(shift=True, class_weights=weights)
+    logits = Tagger().double()(x)
+    rows, labels = logits[:, :-1].flatten(0, 1), y[:, 1:].flatten()
+    loss = F.cross_entropy(rows, labels, weight=torch.tensor(weights, dtype=F64), ignore_index=-100)
+    torch.testing.assert_close(likelihood.nll(logits, y), loss, rtol=0, atol=1e-12)
+    by_token = ds.Classification(-100, class_weights=weights).nll(rows, labels, each.repeat_interleave(6))
+    torch.testing.assert_close(likelihood.nll(logits, y, each), by_token, rtol=0, atol=1e-12)
+
+
+def test_curvature_is_the_hessian_at_every_position():
+    logits, y = torch.randn(2, 3, 4, dtype=F64), torch.tensor([[0, 1, -100], [2, 3, 1]])
+    likelihood = ds.Tokens(shift=True)
+    hessian = torch.func.hessian(lambda f: -likelihood.log_prob(f, y).sum())(logits)
+    a, u = likelihood.curvature(logits, y)
+    for b in range(2):
+        for t in range(3):
+            whole = (torch.diag(a[b, t]) - torch.outer(u[b, t], u[b, t])) * likelihood.target_mask(y)[b, t]
+            torch.testing.assert_close(hessian[b, t, :, b, t], whole, rtol=0, atol=1e-12)
+
+
+def test_a_saved_posterior_of_tokens_predicts_the_same(tmp_path):
+    posterior = ensemble(shift=True, ignore_index=0)
+    ds.save(posterior, tmp_path / "tagger")
+    loaded = ds.load(tmp_path / "tagger", Tagger().double())
+    assert (loaded.likelihood.shift, loaded.likelihood.ignore_index) == (True, 0)
+    x, _ = sentences(4)
+    torch.testing.assert_close(loaded.predict(x).log_prob(x), posterior.predict(x).log_prob(x), rtol=0, atol=0)
+    summary = ds.summarise(tmp_path / "tagger", [(a, a) for a, _ in LOADER], network=Tagger().double())
+    assert summary.mean.shape == (12, 7, CLASSES)
+    assert summary.targets[4, 3:].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "y", "message"),
+    [
+        ((2, 3, 5), torch.zeros(2, 4, dtype=torch.long), r"expected logits \(B, T, C\) and integer labels \(B, T\)"),
+        ((2, 3, 5), torch.zeros(2, 3), "integer labels"),
+        ((2, 5), torch.zeros(2, dtype=torch.long), "integer labels"),
+        ((2, 3, 5), torch.full((2, 3), 5), "expected labels in 0…4, got 5"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(shape, y, message):
+    refuses(lambda: ds.Tokens().check(torch.Size(shape), y), message)
+
+
+def test_the_selected_logit_is_that_of_the_label():
+    logits, y = torch.randn(2, 3, 4, dtype=F64), torch.tensor([[0, 1, -100], [2, 3, 1]])
+    wanted = logits[0, 0, 1] + logits[1, 0, 3] + logits[1, 1, 1]
+    torch.testing.assert_close(selected_output(ds.Tokens(shift=True), logits, y, "logit"), wanted, rtol=0, atol=1e-12)
+
+
+def test_samples_and_credible_sets_are_per_token():
+    found = ensemble().predict(LOADER[0][0])
+    assert found.sample(2, generator=torch.Generator().manual_seed(0)).shape == (2, 4, 5)
+    kept = found.credible_set(0.5)
+    assert (torch.where(kept, found.mean, 0.0).sum(-1) >= 0.5).all()
+
+
+def test_inputs_without_labels_are_predicted():
+    posterior = ensemble()
+    unlabelled = [(x, torch.zeros(len(x))) for x, _ in LOADER]
+    assert torch.equal(ds.predict(posterior, unlabelled).mean, ds.predict(posterior, LOADER).mean)
