@@ -28,6 +28,7 @@ from dissensus.core.member import (
     empty_copy_if_possible,
     empty_tensor_memo,
     equal_frozen_names,
+    is_one_tensor,
     member_index,
     run_separately,
     split_trees,
@@ -122,7 +123,7 @@ class Particles(nn.Module):
         Networks that differ in more than tensors (`utils/module_state.py`) run in a loop, each in its own template.
         `own(name)`: whether each member has its own tensor of this name ("network.0.weight"); other tensors are shared and
         taken from the first network. None: all are own, except tensors that are frozen and equal in all networks; these are
-        stored once. With `own`, `frozen` names such tensors.
+        stored once, and not copied if all networks hold the same memory. With `own`, `frozen` names such tensors.
         """
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
@@ -136,7 +137,8 @@ class Particles(nn.Module):
         alike = equal_frozen_names(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
+        held = {name: [_alias(rows[name][0])] for name in alike if len(networks) > 1 and is_one_tensor(rows[name])}
+        mine, common = split_trees({**rows, **held}, own=lambda n: n == NUMBER or rule(n), kept=kept, held=held)
         templates = [empty_copy(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
@@ -150,9 +152,11 @@ class Particles(nn.Module):
         own: Callable[[str], bool],
         kept: Collection[str],
         members: int,
+        held: Collection[str] = (),
     ) -> "Particles":
-        """M members from M rows per name, of which only the first is stored unless `own(name)`; `kept`: saved buffers."""
-        mine, common = split_trees(rows, own=own, kept=kept)
+        """M members from M rows per name, of which only the first is stored unless `own(name)`; `kept`: saved buffers;
+        `held`: shared tensors that are not copied."""
+        mine, common = split_trees(rows, own=own, kept=kept, held=held)
         return cls(template, own=mine, shared=common, members=members)
 
     @property
@@ -364,6 +368,12 @@ class Particles(nn.Module):
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory as a frozen tensor by itself: to move one leaves the other where it is."""
+    found = tensor.detach()
+    return nn.Parameter(found, requires_grad=False) if isinstance(tensor, nn.Parameter) else found
 
 
 def single_member(particles: Particles, index: int) -> Particles:

@@ -1,0 +1,133 @@
+"""Members made from one base: they hold its memory, train as copies would, and files and draws store it once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from adapters import add_adapters, small_base, storage_bytes
+from refusals import refuses
+
+WIDE = 256
+KINDS = (
+    (ds.DeepEnsemble, {}),
+    (ds.FoRDE, {}),
+    (ds.WeightRDE, {"data_size": 12}),
+    (ds.FunctionRDE, {"data_size": 12}),
+    (ds.SVGD, {"data_size": 12}),
+)
+
+
+def copies_of_base(base, members):
+    return [add_adapters(copy.deepcopy(base)) for _ in range(members)]
+
+
+def train_alone(network, x, y, steps, clip):
+    """A plain loop: AdamW, with the gradient norm clipped."""
+    optimiser = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.01)
+    network.train()
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.eval()  # frozen
+    for _ in range(steps):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), clip)
+        optimiser.step()
+    return network.eval()
+
+
+def test_members_hold_the_base_itself_and_leave_it_as_it_was():
+    base, (x, y) = small_base(WIDE), tiny.points()
+    before = {name: (tensor, tensor.clone()) for name, tensor in base.state_dict(keep_vars=True).items()}
+    posterior = ds.DeepEnsemble(add_adapters, members=5, base=base)
+    adapters = storage_bytes(*posterior.particles.own_parameters().values())
+    assert storage_bytes(base, posterior) <= storage_bytes(base) + adapters + 64  # buffers of the posterior itself
+    ds.fit(posterior, [(x, y)], epochs=1, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.1), progress=False)
+    posterior.predict(x)
+    assert storage_bytes(base, posterior) <= storage_bytes(base) + adapters + 64
+    posterior.float()
+    after = base.state_dict(keep_vars=True)
+    assert all(after[name] is tensor and torch.equal(tensor, value) for name, (tensor, value) in before.items())
+    assert all(p.requires_grad for p in base.parameters())
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS)
+def test_members_of_a_base_are_those_of_copies(kind, settings):
+    base, (x, _) = small_base(), tiny.points()
+    torch.manual_seed(1)
+    shared = kind(add_adapters, members=3, base=base, **settings)
+    torch.manual_seed(1)
+    copied = kind(copies_of_base(base, 3), **settings)
+    assert shared.config() == copied.config()
+    torch.testing.assert_close(shared.predict(x).member_means, copied.predict(x).member_means, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+def test_adapters_train_as_loops_over_copies_do(clip):
+    base, (x, y) = small_base(), tiny.points()
+    networks = copies_of_base(base, 3)
+    alone = [train_alone(copy.deepcopy(network), x, y, 5, clip) for network in networks]
+    given = iter(networks)
+
+    def with_adapters(shell):  # with the same start
+        made, known = add_adapters(shell), next(given)
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = known.get_parameter(name).detach().clone()
+        return made
+
+    posterior = ds.DeepEnsemble(with_adapters, members=3, base=base)
+    trained = [p for p in posterior.parameters() if p.requires_grad]
+    ds.fit(posterior, [(x, y)] * 5, epochs=1, optimizer=torch.optim.AdamW(trained, lr=0.01), clip=clip, progress=False)
+    expected = torch.stack([network(x).softmax(-1) for network in alone])
+    torch.testing.assert_close(
+        posterior.predict(x).member_means, expected, rtol=0, atol=1e-8
+    )  # torch adds 1e-6 to the norm that it clips by
+
+
+def reset_first(base):
+    base[0].reset_parameters()
+    return add_adapters(base)
+
+
+def test_a_base_that_members_would_train_or_change_is_refused():
+    base = small_base()
+    refuses(lambda: ds.DeepEnsemble(lambda shell: shell, members=2, base=base), "leave the base frozen, got '0.weight'")
+    refuses(lambda: ds.DeepEnsemble(reset_first, members=2, base=base), "'0.weight' changed in place")
+    refuses(lambda: ds.DeepEnsemble([base], base=base), "and base= with list")
+    refuses(lambda: ds.DeepEnsemble(add_adapters, members=2, base=3), "expected an nn.Module, got int", TypeError)
+
+
+DRAWN = (
+    (ds.SWAG, {"samples": 2, "rank": 2}),
+    (ds.TRADI, {"samples": 2}),
+    (ds.SnapshotEnsemble, {"members": 2}),
+    (ds.SGHMC, {"members": 3, "cycles": 1, "data_size": 12}),
+)
+
+
+@pytest.mark.parametrize(("kind", "settings"), DRAWN)
+@pytest.mark.parametrize("several", [False, True])
+def test_stored_draws_hold_what_is_frozen(kind, settings, several, tmp_path):
+    base, (x, y) = small_base(WIDE), tiny.points()
+    if several:
+        networks = ds.DeepEnsemble(add_adapters, members=2, base=base).particles
+    else:
+        networks = add_adapters(base)
+    posterior = kind(networks, **settings)
+    ds.fit(posterior, [(x, y)] * 8, epochs=1, progress=False)
+    ds.refresh(posterior, [(x, y)])
+    posterior.eval()
+    mean = posterior.predict(x).mean
+    assert storage_bytes(posterior, base) < 1.5 * storage_bytes(base)
+    ds.save(posterior, tmp_path)
+    assert (tmp_path / "posterior.safetensors").stat().st_size < 1.5 * storage_bytes(base)
+    loaded = ds.load(tmp_path, add_adapters(small_base(WIDE)))
+    assert torch.equal(loaded.predict(x).mean, mean)
+    assert storage_bytes(loaded) < 1.5 * storage_bytes(base)
+    loaded.float()  # moved together
+    assert storage_bytes(loaded) < 0.75 * storage_bytes(base)
