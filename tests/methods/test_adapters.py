@@ -9,6 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from adapters import add_adapters, small_base, storage_bytes
+from dissensus.storage.folder import read_posterior, serialise_posterior
 from refusals import refuses
 
 WIDE = 256
@@ -83,10 +84,9 @@ def test_adapters_train_as_loops_over_copies_do(clip):
     posterior = ds.DeepEnsemble(with_adapters, members=3, base=base)
     trained = [p for p in posterior.parameters() if p.requires_grad]
     ds.fit(posterior, [(x, y)] * 5, epochs=1, optimizer=torch.optim.AdamW(trained, lr=0.01), clip=clip, progress=False)
+    # torch adds 1e-6 to the norm that it clips by
     expected = torch.stack([network(x).softmax(-1) for network in alone])
-    torch.testing.assert_close(
-        posterior.predict(x).member_means, expected, rtol=0, atol=1e-8
-    )  # torch adds 1e-6 to the norm that it clips by
+    torch.testing.assert_close(posterior.predict(x).member_means, expected, rtol=0, atol=1e-8)
 
 
 def reset_first(base):
@@ -114,10 +114,7 @@ DRAWN = (
 @pytest.mark.parametrize("several", [False, True])
 def test_stored_draws_hold_what_is_frozen(kind, settings, several, tmp_path):
     base, (x, y) = small_base(WIDE), tiny.points()
-    if several:
-        networks = ds.DeepEnsemble(add_adapters, members=2, base=base).particles
-    else:
-        networks = add_adapters(base)
+    networks = ds.DeepEnsemble(add_adapters, members=2, base=base).particles if several else add_adapters(base)
     posterior = kind(networks, **settings)
     ds.fit(posterior, [(x, y)] * 8, epochs=1, progress=False)
     ds.refresh(posterior, [(x, y)])
@@ -131,3 +128,52 @@ def test_stored_draws_hold_what_is_frozen(kind, settings, several, tmp_path):
     assert storage_bytes(loaded) < 1.5 * storage_bytes(base)
     loaded.float()  # moved together
     assert storage_bytes(loaded) < 0.75 * storage_bytes(base)
+
+
+MADE = (
+    lambda base: ds.DeepEnsemble(add_adapters, members=3, base=base),
+    lambda base: ds.MAP(add_adapters(copy.deepcopy(base))),
+    lambda base: ds.SWAG(add_adapters(copy.deepcopy(base)), samples=2, rank=2),
+    lambda base: ds.SWAG(ds.DeepEnsemble(add_adapters, members=2, base=base).particles, samples=2, rank=2),
+)
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_a_base_left_out_of_a_file_is_taken_from_the_one_given(make, tmp_path):
+    base, (x, y) = small_base(WIDE), tiny.points()
+    posterior = make(base)
+    ds.fit(posterior, [(x, y)] * 8, epochs=1, progress=False)
+    mean = posterior.eval().predict(x).mean
+    ds.save(posterior, tmp_path, base="omit")
+    assert (tmp_path / "posterior.safetensors").stat().st_size < 0.5 * storage_bytes(base)
+    loaded = ds.load(tmp_path, add_adapters, base=base)
+    assert torch.equal(loaded.predict(x).mean, mean)
+    assert storage_bytes(loaded, base) < 1.5 * storage_bytes(base)  # it holds the base itself
+    summary = ds.summarise(tmp_path, [(x, y)], network=add_adapters(copy.deepcopy(base)))
+    torch.testing.assert_close(summary.mean, mean, rtol=0, atol=1e-12)
+    written = read_posterior(tmp_path)[0]["omitted"]["checksum"]
+    refuses(
+        lambda: ds.load(tmp_path, add_adapters, base=small_base(WIDE)),
+        f"checksum {written}, got one with [0-9a-f]{{64}}",
+    )
+    refuses(lambda: ds.load(tmp_path, base), f"base with checksum {written}, which the file leaves out, got a network")
+    refuses(lambda: ds.load(tmp_path, base, base=base), "function that makes the network", TypeError)
+
+
+def test_there_must_be_a_base_to_leave_out(tmp_path):
+    refuses(
+        lambda: ds.save(ds.MAP(tiny.mlp()), tmp_path, base="omit"), "frozen tensors that all members share, got none"
+    )
+    refuses(lambda: ds.save(ds.MAP(tiny.mlp()), tmp_path, base="none"), "keep")
+
+
+def test_files_whose_draw_has_its_own_copy_of_the_base_are_read(tmp_path):
+    (x, y), network = tiny.points(), add_adapters(small_base())
+    posterior = ds.SWAG(network, samples=2, rank=2)
+    ds.fit(posterior, [(x, y)] * 8, epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    config, tensors = read_posterior(tmp_path)
+    tensors |= {name: tensors[source].clone() for name, source in config["tied"].items()}
+    data, _ = serialise_posterior(tensors, {**config, "tied": {}})
+    (tmp_path / "posterior.safetensors").write_bytes(data)
+    assert torch.equal(ds.load(tmp_path, network).predict(x).mean, posterior.eval().predict(x).mean)
