@@ -22,9 +22,10 @@ from dissensus.core.batch import Batch, call_network
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import first_line, network_lock
 from dissensus.utils.batch_norm_names import frozen_norms, statistics_names
-from dissensus.utils.memory_layout import memory_place, with_own_memory
+from dissensus.utils.memory_layout import with_own_memory
 from dissensus.utils.module_state import OWN, deepcopy_memo
 from dissensus.utils.sharding import check_copyable
+from dissensus.utils.shared_tensors import is_one_tensor
 from dissensus.utils.tensor_tree import (
     SubmoduleCache,
     Tensors,
@@ -162,11 +163,6 @@ def equal_frozen_names(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> 
     alike |= one.intersection(fixed)
     several = all(len(each) > 1 for each in rows.values())
     return alike if several and len(alike) < len(rows) else set()
-
-
-def is_one_tensor(rows: Sequence[Tensor]) -> bool:
-    """Whether all members hold the same memory."""
-    return len({memory_place(row) for row in rows}) == 1
 
 
 def convert_state_layout(

@@ -16,9 +16,9 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import network_parameters
 from dissensus.utils.checks import integer
-from dissensus.utils.memory_layout import memory_place
-from dissensus.utils.module_state import copy_sharing_tensors, deepcopy_memo
+from dissensus.utils.module_state import deepcopy_memo
 from dissensus.utils.sharding import check_copyable, gather_full_tensor, is_divided
+from dissensus.utils.shared_tensors import make_from_base, memory_place
 from dissensus.utils.tensor_tree import Tensors
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
@@ -166,36 +166,15 @@ class StackedPosterior(Posterior):
 def make_members(networks: MemberSource, members: int | None, base: nn.Module | None = None) -> Sequence[nn.Module]:
     """The given networks, or `members` networks made by the given function, each from a copy of `base` with its tensors."""
     makes = callable(networks) and not isinstance(networks, nn.Module)
-    if makes != (members is not None) or (base is not None and not makes):
-        got = f"members={members}{'' if base is None else ' and base='} with {type(networks).__name__}"
-        advice = (
-            "pass DeepEnsemble([a, b, c]), DeepEnsemble(make, members=3) or DeepEnsemble(make, members=3, base=base)"
-        )
+    if makes != (members is not None) or not (base is None or (makes and isinstance(base, nn.Module))):
+        given = f"members={members}" + ("" if base is None else f" and base={type(base).__name__}")
+        got = f"{given} with {type(networks).__name__}"
+        advice = "pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
         raise ValueError(f"expected a list of networks, or a function that makes one and members=, got {got}; {advice}")
     if not callable(networks) or isinstance(networks, nn.Module):
         return networks
     count = integer("members", members)
     return [networks() for _ in range(count)] if base is None else make_from_base(networks, base, count)
-
-
-def make_from_base(make: Callable[[nn.Module], nn.Module], base: nn.Module, members: int) -> list[nn.Module]:
-    """Networks that share the tensors of `base`; raises if one trains them, or if the function changes them."""
-    check_initialised(base)
-    held = [*base.named_parameters(), *base.named_buffers()]
-    versions = [tensor._version for _, tensor in held]
-    networks = [make(copy_sharing_tensors(base)) for _ in range(members)]
-    changed = [name for (name, tensor), version in zip(held, versions, strict=True) if tensor._version != version]
-    if changed:
-        fix = f"replace the layer instead, as in base.{changed[0].rpartition('.')[0] or 'fc'} = nn.Linear(…)"
-        raise ValueError(
-            f"expected a function that leaves the base's values, got '{changed[0]}' changed in place; {fix}"
-        )
-    places = {memory_place(tensor): name for name, tensor in held}
-    trained = (memory_place(p) for network in networks for p in network.parameters() if p.requires_grad)
-    if (name := next((places[place] for place in trained if place in places), None)) is not None:
-        fix = "freeze it with base.requires_grad_(False), or replace the layer that members train"
-        raise ValueError(f"expected members that leave the base frozen, got '{name}', which all would train; {fix}")
-    return networks
 
 
 def networks_to_convert(networks: Any) -> tuple[list[nn.Module], bool]:
@@ -275,10 +254,8 @@ def _numbers(parameter: Tensor) -> Tensor:
 
 
 def placeholders(network: nn.Module, members: int, once: Iterable[str] = ()) -> list[nn.Module]:
-    """Copies of one network with distinct placeholder values, to be overwritten from a file; only persistent tensors change.
-
-    `once`: names of tensors, of a member, that all copies share, frozen.
-    """
+    """Copies of one network with distinct placeholder values, to be overwritten from a file; only persistent tensors
+    change. `once`: names of a member's tensors that all copies share, frozen."""
     memo, held = deepcopy_memo(network), tensors_by_name(network)
     for tensor in (held[name.removeprefix(PREFIX)] for name in once if name.removeprefix(PREFIX) in held):
         memo[id(tensor)] = tensor.requires_grad_(False) if isinstance(tensor, nn.Parameter) else tensor

@@ -28,7 +28,6 @@ from dissensus.core.member import (
     empty_copy_if_possible,
     empty_tensor_memo,
     equal_frozen_names,
-    is_one_tensor,
     member_index,
     run_separately,
     split_trees,
@@ -47,6 +46,7 @@ from dissensus.utils.sharding import (
     is_fully_sharded,
     reshard_after_forward,
 )
+from dissensus.utils.shared_tensors import alias, is_one_tensor
 from dissensus.utils.tensor_tree import (
     OwnTensors,
     TensorPlaces,
@@ -137,7 +137,11 @@ class Particles(nn.Module):
         alike = equal_frozen_names(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        held = {name: [_alias(rows[name][0])] for name in alike if len(networks) > 1 and is_one_tensor(rows[name])}
+        held = {
+            name: [alias(rows[name][0], trained=False)]
+            for name in alike
+            if len(networks) > 1 and is_one_tensor(rows[name])
+        }
         mine, common = split_trees({**rows, **held}, own=lambda n: n == NUMBER or rule(n), kept=kept, held=held)
         templates = [empty_copy(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
@@ -154,8 +158,7 @@ class Particles(nn.Module):
         members: int,
         held: Collection[str] = (),
     ) -> "Particles":
-        """M members from M rows per name, of which only the first is stored unless `own(name)`; `kept`: saved buffers;
-        `held`: shared tensors that are not copied."""
+        """M members from M rows per name, of which only the first is stored unless `own(name)`; others as in `split_trees`."""
         mine, common = split_trees(rows, own=own, kept=kept, held=held)
         return cls(template, own=mine, shared=common, members=members)
 
@@ -368,12 +371,6 @@ class Particles(nn.Module):
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The same memory as a frozen tensor by itself: to move one leaves the other where it is."""
-    found = tensor.detach()
-    return nn.Parameter(found, requires_grad=False) if isinstance(tensor, nn.Parameter) else found
 
 
 def single_member(particles: Particles, index: int) -> Particles:

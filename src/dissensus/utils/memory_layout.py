@@ -6,19 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dissensus.utils.sharding import local_part
-
 SPARSE = 4  # a tensor with holes may span this many times its own size in memory; beyond that a dense layout is used
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
-
-
-def memory_place(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are one and the same memory, read in the same way."""
-    return local_part(tensor).data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def with_own_memory(tensor: Tensor) -> Tensor:

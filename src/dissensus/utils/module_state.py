@@ -4,7 +4,6 @@ Members with equal attributes run in one template, into which their tensors are 
 own template. Files hold the attributes that are meaningful in other processes, so that `load` can check them.
 """
 
-import copy
 import hashlib
 import json
 import weakref
@@ -94,18 +93,6 @@ def deepcopy_memo(module: nn.Module) -> dict[int, Any]:
             waiting += value.values() if isinstance(value, dict) else value
         held[id(value)] = value
     return {at: each.detach().clone() for at, each in held.items() if isinstance(each, Tensor) and not each.is_leaf}
-
-
-def copy_sharing_tensors(module: nn.Module) -> nn.Module:
-    """A copy whose tensors are the module's memory; to freeze, move or rebuild the copy leaves the module as it is."""
-    memo = deepcopy_memo(module)
-    for parameter in module.parameters():
-        plain = type(parameter) is nn.Parameter  # other kinds, such as quantised weights, hold more than their numbers
-        alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) if plain else parameter
-        memo[id(parameter)] = alias
-    memo |= {id(buffer): buffer.detach() for buffer in module.buffers()}
-    copied: nn.Module = copy.deepcopy(module, memo)
-    return copied
 
 
 def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) -> dict[str, Any]:
