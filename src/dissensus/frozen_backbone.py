@@ -14,7 +14,6 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.data.batches import Batches
 from dissensus.methods import DeepEnsemble
 from dissensus.utils.arrays import is_array
-from dissensus.utils.checks import integer
 from dissensus.utils.shared_tensors import copy_sharing_tensors
 
 
@@ -64,15 +63,13 @@ def heads(
     if isinstance(head, nn.Module) or not callable(head):
         fix = "each member starts from a head of its own: pass lambda: nn.Linear(512, 10)"
         raise TypeError(f"expected a function that makes a head, got {type(head).__name__}; {fix}")
-    networks = [BackboneAndHead(backbone, head()) for _ in range(integer("members", members))]
-    return DeepEnsemble(networks, likelihood=likelihood, **prior)
+    return DeepEnsemble(lambda: BackboneAndHead(backbone, head()), members=members, likelihood=likelihood, **prior)
 
 
 def cache_features(backbone: nn.Module, loader: Any) -> Any:
     """The loader with the backbone's features as inputs: batches ({"features": (B, ...)}, y), for a `BackboneAndHead`.
 
-    The backbone runs once over the data, in eval mode. Features stay in memory, where the targets are. Random augmentation
-    would be drawn once and then repeated: cache data without it.
+    The backbone runs once over the data, in eval mode; features stay in memory. Cache data without random augmentation.
 
     Args:
         backbone: the frozen network, or a `BackboneAndHead`.
@@ -89,10 +86,14 @@ def cache_features(backbone: nn.Module, loader: Any) -> Any:
         cached = copy.copy(loader)
         cached.x = _join_batches(network, Batches(loader.x, loader.y, batch_size=loader.batch_size))[0]
         return cached
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.batch_sampler is None
+        or isinstance(loader.dataset, IterableDataset)
+    ):
         return list(_feature_batches(network, loader))
     read = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
-    x, *rest = _join_batches(network, DataLoader(loader.dataset, loader.batch_size, **read))
+    x, *rest = _join_batches(network, DataLoader(loader.dataset, loader.batch_size or 256, **read))
     rows = TensorDataset(x["features"], *rest)
     return DataLoader(rows, batch_sampler=loader.batch_sampler, collate_fn=_collate_rows, generator=loader.generator)
 

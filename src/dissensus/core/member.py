@@ -122,15 +122,12 @@ def check_initialised(network: nn.Module) -> None:
             raise ValueError(f"expected initialised tensors, got {what}; run one batch, or network.to_empty(device=…)")
 
 
+Names = Collection[str]
 NUMBER = "number"  # the buffer with each member's template index, if members have different templates
 
 
 def split_trees(
-    rows: Mapping[str, Sequence[Tensor] | Tensor],
-    *,
-    own: Callable[[str], bool],
-    kept: Collection[str],
-    held: Collection[str] = (),
+    rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Names, held: Names = ()
 ) -> tuple[TensorTree, TensorTree]:
     """(own, shared) trees: the M rows of a name are stacked if `own(name)`, else the first is shared, copied if not `held`."""
     trees = {True: TensorTree(), False: TensorTree()}

@@ -130,9 +130,7 @@ class StackedPosterior(Posterior):
     """Base class of methods with M stored members, which may interact in training; with one member it trains like MAP.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied. Or a function that makes one.
-        members: M, if `networks` is a function.
-        base: a network that all members share: the function is called with a copy of it that has the same tensors.
+        networks, members, base: as in `DeepEnsemble`.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -158,9 +158,8 @@ def load(
     Args:
         folder: a folder written by `save`.
         network: a module of the saved architecture, used as a template and not changed; not needed for networks of
-            `dissensus.nets`. Of files saved with `base="omit"` the posterior holds this network's frozen tensors.
-            With `base`, a function that makes the network from it, as in `DeepEnsemble`.
-        base: the network that the function is called with, as a copy with the same tensors; it is not changed.
+            `dissensus.nets`. Files saved with `base="omit"` take its frozen tensors, which are held, not copied.
+        base: a network, if `network` is a function that makes one from it, as in `DeepEnsemble`; not changed.
         likelihood: needed only if the posterior was saved with your own likelihood class.
         method: the class of the posterior, needed only if it is your own.
 
@@ -196,7 +195,8 @@ def rebuild(
         restore_modes(posterior, config["kept"])
         restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)
-    if _ties_of_networks(unique_tensors(posterior)[1]) != _ties_of_networks(config["tied"]):
+    # Not the ties of a stored draw: in files of earlier versions it has its own copies of what is frozen.
+    if any(not name.startswith("stored.") for name, _ in unique_tensors(posterior)[1].items() ^ config["tied"].items()):
         raise tie_error()
     held = {f"{SHARED}{PREFIX}{name}" for name in config.get("omitted", {}).get("names", ())}
     lying = {name: t if name in held else copy_with_strides(t, strides[name]) for name, t in tensors.items()}
@@ -234,11 +234,6 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
     return tensors, ties
 
 
-def _ties_of_networks(ties: Mapping[str, str]) -> dict[str, str]:
-    """The ties outside of a stored draw: in files of earlier versions it has its own copies of what is frozen."""
-    return {name: source for name, source in ties.items() if not name.startswith("stored.")}
-
-
 def leave_out_base(
     tensors: Mapping[str, Tensor], posterior: Posterior, network: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -246,8 +241,8 @@ def leave_out_base(
     particles = posterior.particles
     frozen = {name for name, parameter in particles.shared_parameters().items() if not parameter.requires_grad}
     frozen |= {name for name, is_frozen in particles.stored_once.items() if is_frozen}
-    names = [name for name in tensors_by_name(network) if f"{PREFIX}{name}" in frozen]
-    base = {name: tensors[f"{SHARED}{PREFIX}{name}"] for name in names if f"{SHARED}{PREFIX}{name}" in tensors}
+    held = {name.removeprefix(SHARED + PREFIX): t for name, t in tensors.items() if name.removeprefix(SHARED) in frozen}
+    base = {name: held[name] for name in tensors_by_name(network) if name in held}
     if not base:
         fix = "freeze the network's base with requires_grad_(False) before building the posterior, or save it whole"
         raise ValueError(f"expected frozen tensors that all members share, got none; {fix}")

@@ -159,10 +159,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         return Families([self._make_family(samples, slice(0, members))])
 
     def _make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
-        """Functions of these networks; each has its own batch statistics if `own_statistics`.
-
-        They hold the frozen parameters that all networks share, unless they live `apart`, on the host.
-        """
+        """Functions of these networks, with own batch statistics if `own_statistics`; `apart`: with copies of frozen ones."""
         particles = self.particles
         stacked = {**particles.own_parameters(), **particles.own_buffers()}
         own = {name: rows[networks] for name, rows in stacked.items() if name != NUMBER}
@@ -173,8 +170,8 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         sampled = {n if n in noise else f"{PREFIX}{n}": rows[networks].flatten(0, 1) for n, rows in samples.items()}
         statistics = {f"{PREFIX}{name}" for name in statistics_names(self.network) if self.own_statistics}
         total = count * (networks.stop - networks.start)
-        held = [name for name, p in particles.shared_parameters().items() if not (apart or p.requires_grad)]
-        held = [name for name in held if name not in sampled]
+        frozen = (n for n, p in particles.shared_parameters().items() if not p.requires_grad and n not in sampled)
+        held = [] if apart else list(frozen)
         rows: dict[str, Any] = {n: [t if n in held else t.detach()] * total for n, t in common.items()}
         rows |= {name: t.detach().repeat_interleave(count, dim=0) for name, t in own.items() if name not in sampled}
         template = particles.copy_template(networks.start)
