@@ -92,7 +92,7 @@ def cache_features(backbone: nn.Module, loader: Any) -> Any:
         or isinstance(loader.dataset, IterableDataset)
     ):
         return list(_feature_batches(network, loader))
-    read = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
+    read: Any = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
     x, *rest = _join_batches(network, DataLoader(loader.dataset, loader.batch_size or 256, **read))
     rows = TensorDataset(x["features"], *rest)
     return DataLoader(rows, batch_sampler=loader.batch_sampler, collate_fn=_collate_rows, generator=loader.generator)

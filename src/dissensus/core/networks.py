@@ -170,7 +170,7 @@ def make_members(networks: MemberSource, members: int | None, base: nn.Module | 
         advice = "pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
         raise ValueError(f"expected a list of networks, or a function that makes one and members=, got {got}; {advice}")
     if not callable(networks) or isinstance(networks, nn.Module):
-        return networks
+        return networks  # type: ignore[return-value]
     count = integer("members", members)
     return [networks() for _ in range(count)] if base is None else make_from_base(networks, base, count)
 
