@@ -1,6 +1,10 @@
 """Members made from one base: they hold its memory, train as copies would, and files and draws store it once."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +179,39 @@ def test_files_whose_draw_has_its_own_copy_of_the_base_are_read(tmp_path):
     data, _ = serialise_posterior(tensors, {**config, "tied": {}})
     (tmp_path / "posterior.safetensors").write_bytes(data)
     assert torch.equal(ds.load(tmp_path, network).predict(x).mean, posterior.eval().predict(x).mean)
+
+
+FIFTY_MILLION = """
+import resource, torch
+import dissensus as ds
+from adapters import add_adapters, storage_bytes
+
+def run(width):
+    base = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(10)), torch.nn.Linear(width, 3))
+    posterior = ds.DeepEnsemble(add_adapters, members=5, base=base)
+    x, y = torch.randn(4, width), torch.arange(4) % 3
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    posterior.predict(x)
+    return storage_bytes(base), storage_bytes(base, posterior)
+
+run(64)  # loads what torch loads once
+with open("/proc/self/status") as status:
+    before = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+base, held = run(2230)
+print(base, held / base, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / base)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_five_adapters_on_fifty_million_weights_take_a_tenth_more_memory_at_most():
+    """In a process of its own: tensors by storage, and the growth of resident memory to its peak."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(ds.__file__).parents[1])])
+    started = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIFTY_MILLION], env=started, capture_output=True, text=True, check=True
+    )
+    size, by_storage, by_peak = map(float, done.stdout.split()[-3:])
+    assert size > 49.7e6 * 4
+    assert by_storage <= 1.02
+    assert by_peak <= 1.1
