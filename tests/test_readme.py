@@ -62,7 +62,7 @@ def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
         try:
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
         except ImportError as error:
-            if error.name != "torchmetrics":
+            if error.name not in ("torchmetrics", "transformers", "lightning"):
                 raise
             pytest.skip(f"from line {line} on: {error}")
 

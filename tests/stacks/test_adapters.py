@@ -1,6 +1,7 @@
 """Ensembles of peft's LoRA adapters on one transformers model: equal to loops over copies, with one base."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import dissensus as ds
 from adapters import storage_bytes
 from refusals import refuses
+from test_readme import python_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -93,3 +95,12 @@ def test_a_draw_of_adapters_holds_the_base():
     ds.fit(posterior, [(x, y)] * 4, epochs=1, progress=False)
     posterior.eval().predict(x)
     assert storage_bytes(posterior) <= 1.2 * size
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    blocks = python_blocks((Path(__file__).parents[2] / "docs/guides/adapters.md").read_text())
+    assert len(blocks) == 3
+    for _, code in blocks:
+        exec(code, names)
