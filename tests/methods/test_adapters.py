@@ -23,6 +23,7 @@ KINDS = (
     (ds.WeightRDE, {"data_size": 12}),
     (ds.FunctionRDE, {"data_size": 12}),
     (ds.SVGD, {"data_size": 12}),
+    (ds.LIT, {"strength": 0.1}),
 )
 
 
@@ -190,7 +191,7 @@ def run(width):
     base = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(10)), torch.nn.Linear(width, 3))
     posterior = ds.DeepEnsemble(add_adapters, members=5, base=base)
     x, y = torch.randn(4, width), torch.arange(4) % 3
-    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.fit(posterior, [(x, y)], epochs=1, validation=[(x, y)], progress=False)
     posterior.predict(x)
     return storage_bytes(base), storage_bytes(base, posterior)
 
