@@ -40,6 +40,7 @@ ROOMS = {
     "attacks": "utils numerics core data methods",
     "training": "utils numerics plots core data layers landscape engine distributed methods storage",
     "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",
+    "frozen_backbone": "utils core data methods",
     "export_model": "utils numerics core layers engine methods calibration storage version",
     "sklearn": "utils numerics core layers methods nets data storage training calibration",
     "integrations": "utils numerics core training",  # callbacks for other libraries' trainers

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from dissensus.evaluation.robustness_curves import AttackCurves, Corruptions
     from dissensus.export_model import export
+    from dissensus.frozen_backbone import BackboneAndHead, cache_features, heads
     from dissensus.layers.modulation import Modulation
     from dissensus.layers.nodes import Capacity, capacity
     from dissensus.methods import (
@@ -83,6 +84,7 @@ KIND_ROOMS.append("dissensus.calibration")  # imported when a file has a calibra
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.robustness_curves",
+    "BackboneAndHead": "frozen_backbone",
     "Calibrated": "calibration.calibrate",
     "Capacity": "layers.nodes",
     "Conformal": "calibration.conformal",
@@ -106,6 +108,7 @@ _HOMES = {
     "SequencePredictive": "core.tokens",
     "TokenPredictive": "core.tokens",
     "Tokens": "core.tokens",
+    "cache_features": "frozen_backbone",
     "calibrate": "calibration.calibrate",
     "capacity": "layers.nodes",
     "conformal": "calibration.conformal",
@@ -113,6 +116,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "export": "export_model",
     "fit": "training.fit",
+    "heads": "frozen_backbone",
     "load": "storage",
     "member_distances": "evaluation.member_diagnostics",
     "ood_gate": "calibration.selective",
@@ -126,18 +130,18 @@ _ROOMS = ("attacks", "data", "distributed", "integrations", "landscape", "metric
 
 __all__ = [
     "HMC", "LIT", "MAP", "METHODS", "SGHMC", "SVGD", "SWA", "SWAG", "TRADI", "Annealing", "AttackCurves",
-    "BatchEnsemble", "Calibrated", "Capacity", "Classification", "ClassificationPredictive", "Conformal", "Convergence",
-    "Corruptions", "DeepEnsemble", "DistancesOverTraining", "Diverged", "DrawnFunctions", "DropoutEnsemble", "EmpCov",
-    "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate", "GaussianPerturbation", "GaussianPrior",
-    "Group", "HeteroscedasticRegression", "History", "ImagePrediction", "Laplace", "Lengthscales", "Likelihood",
-    "Loader", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions", "Modulation", "MultiLabel",
-    "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder",
-    "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior", "SequencePredictive",
-    "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks", "branch", "calibrate",
-    "capacity", "conformal", "convergence", "data", "distributed", "evaluate", "export", "fit", "landscape", "load",
-    "member_distances", "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches",
-    "predict_image", "refresh", "report", "save", "selective", "sklearn", "summarise", "temperature_scale", "theory",
-    "track", "watching",
+    "BackboneAndHead", "BatchEnsemble", "Calibrated", "Capacity", "Classification", "ClassificationPredictive",
+    "Conformal", "Convergence", "Corruptions", "DeepEnsemble", "DistancesOverTraining", "Diverged", "DrawnFunctions",
+    "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate",
+    "GaussianPerturbation", "GaussianPrior", "Group", "HeteroscedasticRegression", "History", "ImagePrediction",
+    "Laplace", "Lengthscales", "Likelihood", "Loader", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions",
+    "Modulation", "MultiLabel", "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior",
+    "RankOneBNN", "Recorder", "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior",
+    "SequencePredictive", "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks",
+    "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "data", "distributed", "evaluate",
+    "export", "fit", "heads", "landscape", "load", "member_distances", "metrics", "nets", "ood_gate",
+    "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save", "selective",
+    "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
 ]  # fmt: skip
 
 

@@ -41,8 +41,8 @@ def describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
 def describe_settings(posterior: Any) -> dict[str, Any]:
     """The keywords of a method's constructor, as JSON values, from attributes of the same names.
 
-    `members` without such an attribute is the number of members. A keyword without an attribute is left out, and the
-    likelihood, which files describe by itself.
+    `members` without such an attribute is the number of members. Left out are a keyword without an attribute, the
+    likelihood, which files describe by itself, and the base, which is part of the network.
     """
     values = {name: getattr(posterior, name) for name in _keywords(type(posterior)) if hasattr(posterior, name)}
     if "members" in _keywords(type(posterior)):
@@ -53,7 +53,7 @@ def describe_settings(posterior: Any) -> dict[str, Any]:
         values |= {"weight_prior_std": prior.std if gaussian else None, **size}
         values |= {} if prior is None or gaussian else {"prior": prior}
     described = {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
-    return {name: value for name, value in described.items() if name != "likelihood"}
+    return {name: value for name, value in described.items() if name not in ("likelihood", "base")}
 
 
 def restore_settings(method: type, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dissensus.utils.batch_norm_names import frozen_norms, statistics_names
 from dissensus.utils.memory_layout import with_own_memory
 from dissensus.utils.module_state import OWN, deepcopy_memo
 from dissensus.utils.sharding import check_copyable
+from dissensus.utils.shared_tensors import is_one_tensor
 from dissensus.utils.tensor_tree import (
     SubmoduleCache,
     Tensors,
@@ -121,15 +122,19 @@ def check_initialised(network: nn.Module) -> None:
             raise ValueError(f"expected initialised tensors, got {what}; run one batch, or network.to_empty(device=…)")
 
 
+Names = Collection[str]
 NUMBER = "number"  # the buffer with each member's template index, if members have different templates
 
 
 def split_trees(
-    rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Collection[str]
+    rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Names, held: Names = ()
 ) -> tuple[TensorTree, TensorTree]:
-    """(own, shared) trees of tensors: the M rows of a name are stacked if `own(name)`, else the first is shared."""
+    """(own, shared) trees: the M rows of a name are stacked if `own(name)`, else the first is shared, copied if not `held`."""
     trees = {True: TensorTree(), False: TensorTree()}
     for name, each in rows.items():
+        if name in held:
+            trees[False].add_tensor(name, each[0], persistent=name in kept)
+            continue
         mine = own(name)
         value = _stack_rows(each) if mine else each[0].detach().clone()
         first = each if isinstance(each, nn.Parameter) else each[0]
@@ -149,7 +154,10 @@ def equal_frozen_names(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> 
     frozen = {name for name, tensor in member.named_parameters() if not tensor.requires_grad}
     layers = frozen_norms(member, frozen)
     kept = {*frozen, *(name for name in statistics_names(member) if name.rpartition(".")[0] in layers)}
-    alike = {name for name in kept if all(torch.equal(row, rows[name][0]) for row in rows[name][1:])}
+    one = {name for name in rows if is_one_tensor(rows[name])}
+    alike = {name for name in kept if name in one or all(torch.equal(row, rows[name][0]) for row in rows[name][1:])}
+    fixed = (name for name, _ in member.named_buffers() if name.rpartition(".")[0] in member.always_eval)
+    alike |= one.intersection(fixed)
     several = all(len(each) > 1 for each in rows.values())
     return alike if several and len(alike) < len(rows) else set()
 

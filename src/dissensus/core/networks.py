@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.member import check_initialised
+from dissensus.core.member import PREFIX, check_initialised, tensors_by_name
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
@@ -18,9 +18,11 @@ from dissensus.core.weights import network_parameters
 from dissensus.utils.checks import integer
 from dissensus.utils.module_state import deepcopy_memo
 from dissensus.utils.sharding import check_copyable, gather_full_tensor, is_divided
+from dissensus.utils.shared_tensors import make_from_base, memory_place
 from dissensus.utils.tensor_tree import Tensors
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
+MemberSource = Sequence[nn.Module] | Callable[..., nn.Module]
 
 
 class NetworksPosterior(Posterior):
@@ -58,7 +60,7 @@ class NetworksPosterior(Posterior):
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         networks: Any = network
         if config["networks"] is not None and not isinstance(network, Particles):
-            networks = placeholders(network, config["networks"])
+            networks = placeholders(network, config["networks"], [n for n, held in config["once"].items() if held])
             if cls.plain_network is Posterior.plain_network:  # else the method converts each network
                 once = config["once"]
                 frozen = [name for name in once if once[name]]
@@ -117,12 +119,18 @@ class StoringPosterior(Posterior, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+class MemberKeywords(PriorKeywords, total=False):
+    """Further keywords of methods with M stored members, explained in `DeepEnsemble`."""
+
+    members: int | None
+    base: nn.Module | None
+
+
 class StackedPosterior(Posterior):
     """Base class of methods with M stored members, which may interact in training; with one member it trains like MAP.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied. Or a function that makes one.
-        members: M, if `networks` is a function.
+        networks, members, base: as in `DeepEnsemble`.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -130,35 +138,41 @@ class StackedPosterior(Posterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module] | Callable[[], nn.Module],
+        networks: MemberSource,
         *,
         members: int | None = None,
+        base: nn.Module | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(stack_members(make_members(networks, members), likelihood), **prior)
+        super().__init__(stack_members(make_members(networks, members, base), likelihood), **prior)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
-        return {"members": self.particles.members, **super().config()}
+        once = [name for name, frozen in self.particles.stored_once.items() if frozen]
+        return {"members": self.particles.members, **({"once": once} if once else {}), **super().config()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        settings = {key: value for key, value in config.items() if key != "members"}
-        networks: Any = placeholders(network, config["members"])
+        settings = {key: value for key, value in config.items() if key not in ("members", "once")}
+        networks: Any = placeholders(network, config["members"], config.get("once", ()))
         return super().skeleton(networks, settings, likelihood)
 
 
-def make_members(networks: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
-    """The given networks, or `members` networks made by the given function."""
+def make_members(networks: MemberSource, members: int | None, base: nn.Module | None = None) -> Sequence[nn.Module]:
+    """The given networks, or `members` networks made by the given function, each from a copy of `base` with its tensors."""
     makes = callable(networks) and not isinstance(networks, nn.Module)
-    if makes != (members is not None):
-        got = f"members={members} with {type(networks).__name__}"
+    if makes != (members is not None) or not (base is None or (makes and isinstance(base, nn.Module))):
+        given = f"members={members}" + ("" if base is None else f" and base={type(base).__name__}")
+        got = f"{given} with {type(networks).__name__}"
         advice = "pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
         raise ValueError(f"expected a list of networks, or a function that makes one and members=, got {got}; {advice}")
-    return [networks() for _ in range(integer("members", members))] if callable(networks) and makes else networks  # type: ignore[return-value]
+    if not callable(networks) or isinstance(networks, nn.Module):
+        return networks  # type: ignore[return-value]
+    count = integer("members", members)
+    return [networks() for _ in range(count)] if base is None else make_from_base(networks, base, count)
 
 
 def networks_to_convert(networks: Any) -> tuple[list[nn.Module], bool]:
@@ -237,11 +251,17 @@ def _numbers(parameter: Tensor) -> Tensor:
     return gather_full_tensor(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()
 
 
-def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
-    """Copies of one network with distinct placeholder values, to be overwritten from a file; only persistent tensors change."""
-    copies = [copy.deepcopy(network, deepcopy_memo(network)) for _ in range(members)]
+def placeholders(network: nn.Module, members: int, once: Iterable[str] = ()) -> list[nn.Module]:
+    """Copies of one network with distinct placeholder values, to be overwritten from a file; only persistent tensors
+    change. `once`: names of a member's tensors that all copies share, frozen."""
+    memo, held = deepcopy_memo(network), tensors_by_name(network)
+    for tensor in (held[name.removeprefix(PREFIX)] for name in once if name.removeprefix(PREFIX) in held):
+        memo[id(tensor)] = tensor.requires_grad_(False) if isinstance(tensor, nn.Parameter) else tensor
+    shared = {memory_place(tensor) for tensor in memo.values()}
+    copies = [copy.deepcopy(network, dict(memo)) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):
             for tensor in each.state_dict().values():
-                tensor.fill_(i)
+                if memory_place(tensor) not in shared:
+                    tensor.fill_(i)
     return copies

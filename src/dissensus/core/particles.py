@@ -46,6 +46,7 @@ from dissensus.utils.sharding import (
     is_fully_sharded,
     reshard_after_forward,
 )
+from dissensus.utils.shared_tensors import alias, is_one_tensor
 from dissensus.utils.tensor_tree import (
     OwnTensors,
     TensorPlaces,
@@ -122,7 +123,7 @@ class Particles(nn.Module):
         Networks that differ in more than tensors (`utils/module_state.py`) run in a loop, each in its own template.
         `own(name)`: whether each member has its own tensor of this name ("network.0.weight"); other tensors are shared and
         taken from the first network. None: all are own, except tensors that are frozen and equal in all networks; these are
-        stored once. With `own`, `frozen` names such tensors.
+        stored once, and not copied if all networks hold the same memory. With `own`, `frozen` names such tensors.
         """
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
@@ -136,7 +137,12 @@ class Particles(nn.Module):
         alike = equal_frozen_names(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
+        held = {
+            name: [alias(rows[name][0], trained=False)]
+            for name in alike
+            if len(networks) > 1 and is_one_tensor(rows[name])
+        }
+        mine, common = split_trees({**rows, **held}, own=lambda n: n == NUMBER or rule(n), kept=kept, held=held)
         templates = [empty_copy(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
@@ -150,9 +156,10 @@ class Particles(nn.Module):
         own: Callable[[str], bool],
         kept: Collection[str],
         members: int,
+        held: Collection[str] = (),
     ) -> "Particles":
-        """M members from M rows per name, of which only the first is stored unless `own(name)`; `kept`: saved buffers."""
-        mine, common = split_trees(rows, own=own, kept=kept)
+        """M members from M rows per name, of which only the first is stored unless `own(name)`; others as in `split_trees`."""
+        mine, common = split_trees(rows, own=own, kept=kept, held=held)
         return cls(template, own=mine, shared=common, members=members)
 
     @property

@@ -11,6 +11,8 @@ class DeepEnsemble(StackedPosterior):
             one network: `DeepEnsemble(make, members=5)`. Networks that differ in attributes, hooks or modes run one
             after the other.
         members: M, if `networks` is a function.
+        base: a network that all members share, frozen; the function gets a copy of it with the same tensors:
+            `DeepEnsemble(lambda base: get_peft_model(base, lora), members=5, base=base)`.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -7,13 +7,13 @@ LIT: locally independent training (Ross, Pan, Celi & Doshi-Velez, AAAI 2020), a 
 from __future__ import annotations  # compilers cannot evaluate the types of inner functions
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Unpack, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
@@ -21,9 +21,8 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import detached_state
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import FallbackChain, first_line
-from dissensus.core.networks import StackedPosterior
+from dissensus.core.networks import MemberKeywords, MemberSource, StackedPosterior
 from dissensus.core.particles import Member
-from dissensus.core.prior import PriorKeywords
 from dissensus.kernels.double_backward import fast_second_derivatives
 from dissensus.methods.parts import repulsion as spaces
 from dissensus.methods.parts.repulsion import Gradient, RepellingPosterior, Repulsion
@@ -52,9 +51,7 @@ class InputGradientPosterior(StackedPosterior):
     on other examples through the batch statistics, as in the authors' code of FoRDE.
     """
 
-    def __init__(
-        self, networks: Sequence[nn.Module], *, gradient: Gradient, examples: int | None, **keywords: Any
-    ) -> None:
+    def __init__(self, networks: MemberSource, *, gradient: Gradient, examples: int | None, **keywords: Any) -> None:
         super().__init__(networks, **keywords)
         self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
         self.examples = examples if examples is None else integer("examples", examples)
@@ -165,7 +162,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
     Inputs must be floating point with at least two features.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied.
+        networks, members, base: as in `DeepEnsemble`.
         lengthscales: of the kernel: None (the identity) or the result of `pca_lengthscales`.
         bandwidth: "reference" (the authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1).
         gradient: the differentiated output: the true-class "logit" (the authors' code; the mean for regression) or the
@@ -185,7 +182,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: MemberSource,
         *,
         lengthscales: Lengthscales | None = None,
         bandwidth: Bandwidth = "reference",
@@ -195,7 +192,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         examples: int | None = None,
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MemberKeywords],
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
             raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
@@ -247,7 +244,7 @@ class LIT(InputGradientPosterior):
     g_ib is the input gradient of the true-class logit, as in FoRDE.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied.
+        networks, members, base: as in `DeepEnsemble`.
         strength: weight of each pair of members, so (M − 1) · strength in total for one member; 0 is a deep ensemble.
             FoRDE's c is a member's total: at strength = c, LIT's pairs weigh at least M − 1 times as much as FoRDE's.
         gradient: the differentiated output: the true-class "logit" (the mean for regression) or the "log_prob".
@@ -259,13 +256,13 @@ class LIT(InputGradientPosterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: MemberSource,
         *,
         strength: float,
         gradient: Gradient = "logit",
         examples: int | None = None,
         likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MemberKeywords],
     ) -> None:
         super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.strength = number("strength", strength, least=0, hint="0 is a deep ensemble")

@@ -298,8 +298,8 @@ class MeanFieldVI(SamplingPosterior):
         """The networks with the mean weights."""
         return MemberFunctions(self.particles, ordinary=restore_plain_layers)
 
-    def _make_family(self, samples: Tensors, networks: slice) -> Particles:
-        family = super()._make_family(samples, networks)
+    def _make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
+        family = super()._make_family(samples, networks, apart=apart)
         restore_plain_layers(family.template.network)
         return family
 

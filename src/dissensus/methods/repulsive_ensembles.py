@@ -17,10 +17,9 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.member import PREFIX
-from dissensus.core.networks import StackedPosterior
+from dissensus.core.networks import MemberKeywords, MemberSource, StackedPosterior
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import inference_context
-from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts import repulsion as spaces
 from dissensus.methods.parts.repulsion import RepellingPosterior, Repulsion
@@ -43,7 +42,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
     The loss here is a mean over data, so both terms are divided by N = `data_size`.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied.
+        networks, members, base: as in `DeepEnsemble`.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
         annealing: a_t; None is constant 1.
         repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B) or a number.
@@ -57,14 +56,14 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: MemberSource,
         *,
         score: rbf_kernels.Score = "kde",
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MemberKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
         self.score = one_of("score", score, rbf_kernels.SCORES)
@@ -95,7 +94,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     pulled back to the weights, both terms divided by N = `data_size`.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied.
+        networks, members, base: as in `DeepEnsemble`.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
         repel_at: inputs at which outputs are compared: "batch", the training batch; "noise", the batch plus normal
             noise; or your own inputs, in the form that the network takes.
@@ -119,7 +118,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: MemberSource,
         *,
         score: rbf_kernels.Score = "kde",
         repel_at: Literal["batch", "noise"] | Inputs | InputBuffers = "batch",
@@ -132,7 +131,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MemberKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
         if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
@@ -285,7 +284,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     The defaults of `order` and `bandwidth` differ from the authors' code.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied.
+        networks, members, base: as in `DeepEnsemble`.
         layer: name of the submodule whose output is the feature.
         head: name of the submodule that all members share; it starts as the first network's. Its gradient is the mean
             over members, so it learns as fast as in one network.
@@ -305,7 +304,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: MemberSource,
         *,
         layer: str,
         head: str,
@@ -317,7 +316,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         repulsion: Repulsion = "1/B",
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MemberKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
         share_head(self.particles, layer=layer, head=head)
@@ -457,7 +456,7 @@ class SVGD(StackedPosterior):
     slower than for an ensemble when members are far apart.
 
     Args:
-        networks: M networks of one architecture, each initialised separately; copied.
+        networks, members, base: as in `DeepEnsemble`.
         space: "weight" (z = weights) or "function" (z = outputs on the batch). In function space φ is pulled back to
             the weights, and a weight prior acts on each member's own weights, as strongly as the likelihood does.
         annealing: a_t; None is constant 1.
@@ -470,12 +469,12 @@ class SVGD(StackedPosterior):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: MemberSource,
         *,
         space: Literal["weight", "function"] = "weight",
         annealing: Annealing | None = None,
         likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MemberKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
         self.space = one_of("space", space, ("weight", "function"))

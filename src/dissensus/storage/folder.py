@@ -9,9 +9,9 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -22,7 +22,7 @@ from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarant
 from dissensus.core.description import describe_network, layer_lines, to_json_values, translate_settings
 from dissensus.core.likelihood import Likelihood, RealTargets
 from dissensus.core.loader import connected_mesh
-from dissensus.core.member import state_names
+from dissensus.core.member import PREFIX, state_names, tensors_by_name
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior, has_converted_layers
 from dissensus.core.trainable import Watchers
@@ -43,7 +43,8 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
 from dissensus.utils.module_state import differing_attribute
-from dissensus.utils.sharding import gather_full_tensor, local_part
+from dissensus.utils.sharding import gather_full_tensor
+from dissensus.utils.shared_tensors import copy_sharing_tensors, memory_place
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
@@ -70,6 +71,7 @@ def save(
     targets: Any = None,
     classes: Sequence[str] | None = None,
     unit: str | None = None,
+    base: Literal["keep", "omit"] = "keep",
 ) -> None:
     """Saves a posterior to a folder, as posterior.safetensors and config.json.
 
@@ -86,7 +88,10 @@ def save(
             original units. None if there was none, or if `fit(targets="standardised")` did it.
         classes: names of the classes, in the order of the outputs, for reports. None: the posterior's own.
         unit: unit of a regression's targets, for reports.
+        base: "omit" leaves out the network's frozen tensors that all members share, such as a pretrained model below
+            adapters, and writes their checksum instead; `load` takes them from the network it is given.
     """
+    one_of("base", base, ("keep", "omit"))
     templates = [member.network for member in expect_posterior(posterior).particles.templates]
     state = state_names(posterior.particles)
     if len(templates) > 1 and ((other := differing_attribute(templates, but=state)) or not state):
@@ -97,13 +102,13 @@ def save(
     with posterior.particles.lock_network():
         tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.
-        base = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
+        cutter = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
     config = {
         "format": FORMAT,
         **class_fields(posterior),
         "arguments": posterior.config(),
-        **({"base": {**class_fields(base), "arguments": base.config()}} if base else {}),
+        **({"base": {**class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
         "likelihood": {
             "name": type(posterior.likelihood).__name__,
             "arguments": _likelihood_arguments(posterior, targets, unit),
@@ -121,6 +126,8 @@ def save(
         **describe_fitted(posterior),
         **describe_transforms(posterior, inputs, classes),
     }
+    if base == "omit":
+        tensors, config["omitted"] = leave_out_base(tensors, posterior, network)
     if (mesh := connected_mesh(posterior)) is not None and not mesh.is_first:
         return  # all processes have the same posterior, and the first one writes it
     data, text = serialise_posterior(tensors, to_json_values(config))
@@ -128,7 +135,7 @@ def save(
     config = json.loads(text)
     config["network"]["attributes"] = describe_network(network)["attributes"]
     own = None if type(posterior.likelihood) in LIKELIHOODS.values() else posterior.likelihood
-    rebuild(config, tensors, network, own, type(posterior), Path(folder))
+    rebuild(config, add_base(config, tensors, network), network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically({folder / TENSORS: data, folder / CONFIG: text.encode()})
@@ -136,8 +143,9 @@ def save(
 
 def load(
     folder: str | os.PathLike[str],
-    network: nn.Module | None = None,
+    network: nn.Module | Callable[[nn.Module], nn.Module] | None = None,
     *,
+    base: nn.Module | None = None,
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
 ) -> Posterior:
@@ -149,16 +157,23 @@ def load(
     Args:
         folder: a folder written by `save`.
         network: a module of the saved architecture, used as a template and not changed; not needed for networks of
-            `dissensus.nets`.
+            `dissensus.nets`. Files saved with `base="omit"` take its frozen tensors, which are held, not copied.
+        base: a network, if `network` is a function that makes one from it, as in `DeepEnsemble`; not changed.
         likelihood: needed only if the posterior was saved with your own likelihood class.
         method: the class of the posterior, needed only if it is your own.
 
     Raises:
-        ValueError: files are damaged, or do not fit this network.
+        ValueError: files are damaged, or do not fit this network or this base.
     """
+    if base is not None:
+        if isinstance(network, nn.Module) or not callable(network):
+            got = f"{type(network).__name__}; pass ds.load(folder, lambda base: get_peft_model(base, lora), base=base)"
+            raise TypeError(f"expected a function that makes the network from the base, got {got}")
+        network = network(copy_sharing_tensors(base))
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network object")
-    return rebuild(*read_posterior(Path(folder)), network, likelihood, method, Path(folder))
+    config, tensors = read_posterior(Path(folder))
+    return rebuild(config, add_base(config, tensors, network), network, likelihood, method, Path(folder))
 
 
 def rebuild(
@@ -179,9 +194,11 @@ def rebuild(
         restore_modes(posterior, config["kept"])
         restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)
-    if unique_tensors(posterior)[1] != config["tied"]:
+    # Not the ties of a stored draw: in files of earlier versions it has its own copies of what is frozen.
+    if any(not name.startswith("stored.") for name, _ in unique_tensors(posterior)[1].items() ^ config["tied"].items()):
         raise tie_error()
-    lying = {name: copy_with_strides(tensor, strides[name]) for name, tensor in tensors.items()}
+    held = {f"{SHARED}{PREFIX}{name}" for name in config.get("omitted", {}).get("names", ())}
+    lying = {name: t if name in held else copy_with_strides(t, strides[name]) for name, t in tensors.items()}
     fill_tensors(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
     for promise in stored_guarantees(posterior).values():
         promise.facts.setdefault("fitted_to", posterior.fingerprint())  # files of earlier versions do not say it
@@ -207,14 +224,42 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
             got = f"{type(tensor).__name__} in '{name}'"
             raise TypeError(f"expected only tensors in the state_dict, got {got}; remove it from the state")
         found = gather_full_tensor(tensor.detach())  # by all processes, where they have parts of it
-        place = (local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = place if tensor.numel() else (name,)
+        key = memory_place(tensor) if tensor.numel() else (name,)
         source = first.setdefault(key, name)
         if source == name:
             tensors[name] = found.cpu()
         else:
             ties[name] = source
     return tensors, ties
+
+
+def leave_out_base(
+    tensors: Mapping[str, Tensor], posterior: Posterior, network: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(the tensors without the network's frozen ones that all members share, names and checksum of these)."""
+    particles = posterior.particles
+    frozen = {name for name, parameter in particles.shared_parameters().items() if not parameter.requires_grad}
+    frozen |= {name for name, is_frozen in particles.stored_once.items() if is_frozen}
+    held = {name.removeprefix(SHARED + PREFIX): t for name, t in tensors.items() if name.removeprefix(SHARED) in frozen}
+    base = {name: held[name] for name in tensors_by_name(network) if name in held}
+    if not base:
+        fix = "freeze the network's base with requires_grad_(False) before building the posterior, or save it whole"
+        raise ValueError(f"expected frozen tensors that all members share, got none; {fix}")
+    kept = {name: tensor for name, tensor in tensors.items() if name.removeprefix(f"{SHARED}{PREFIX}") not in base}
+    return kept, {"names": [*base], CHECKSUM: checksum({}, base)}
+
+
+def add_base(config: Mapping[str, Any], tensors: dict[str, Tensor], network: nn.Module | None) -> dict[str, Tensor]:
+    """The tensors with those that `save` left out, from the network; raises if these are not the ones it left out."""
+    if (omitted := config.get("omitted")) is None:
+        return tensors
+    held = {} if network is None else tensors_by_name(network)
+    base = {name: held[name].detach() for name in omitted["names"] if name in held}
+    found = checksum({}, {name: tensor.cpu() for name, tensor in base.items()}) if base else "none"
+    if found != omitted[CHECKSUM]:
+        what = f"the base that the file leaves out, with checksum {omitted[CHECKSUM]}"
+        raise ValueError(f"expected {what}, got {found}; pass the network or the base that it was saved with")
+    return {**tensors, **{f"{SHARED}{PREFIX}{name}": tensor for name, tensor in base.items()}}
 
 
 def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -332,6 +377,7 @@ def read_members(
     own methods, and for methods that cut the network or have other tensors.
     """
     config, tensors = read_posterior(folder)
+    tensors = add_base(config, tensors, network)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if method is not None or not _has_plain_networks(config, shapes):
         yield load(folder, network, likelihood=likelihood, method=method)

@@ -14,6 +14,7 @@ from dissensus.distributed.partition import TrainingPartition
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.methods.snapshots import evenly_spaced
 from dissensus.training.history import Best, Epoch, History
+from dissensus.utils.shared_tensors import memory_place
 
 LOOKS = 10  # most looks in a run: a look costs a draw
 
@@ -48,7 +49,8 @@ class Validation:
         score = epoch.selection_score
         if score is not None and score < self.best.score and can_keep_epoch(self.posterior, epoch.epoch, self.epochs):
             own = [(k, v) for k, v in self.posterior.state_dict().items() if not k.startswith("watchers.")]
-            self.best = Best(score, epoch.epoch, {k: v.detach().clone() for k, v in own})
+            frozen = {memory_place(p) for p in self.posterior.parameters() if not p.requires_grad}  # held, not copied
+            self.best = Best(score, epoch.epoch, {k: v if memory_place(v) in frozen else v.clone() for k, v in own})
             history.best = epoch.epoch
 
     def remaining_epochs(self, first: int) -> Iterator[int]:

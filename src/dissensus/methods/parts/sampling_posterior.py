@@ -124,7 +124,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         for start in range(0, self.samples, at_once):
             samples = self.sample(min(at_once, self.samples - start), generator)
             for m, mine in enumerate(parts):
-                family = self._make_family(samples, slice(m, m + 1))
+                family = self._make_family(samples, slice(m, m + 1), apart=True)
                 self._refresh_statistics([family], loader)
                 mine.append(family.to("cpu"))
         return Families((family for mine in parts for family in mine), parts=True)
@@ -152,14 +152,14 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         return drawn
 
     def _make_families(self, samples: Tensors) -> Families:
-        """Particles with these tensors (M, S, ...), network by network, and copies of all other tensors."""
+        """Particles with these tensors (M, S, ...), network by network, and copies of all others that are not frozen."""
         members = self.particles.members
         if members > 1 and (self.shares_unsampled or len(self.particles.templates) > 1):
             return Families(self._make_family(samples, slice(m, m + 1)) for m in range(members))
         return Families([self._make_family(samples, slice(0, members))])
 
-    def _make_family(self, samples: Tensors, networks: slice) -> Particles:
-        """Functions of these networks; each has its own batch statistics if `own_statistics`."""
+    def _make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
+        """Functions of these networks, with own batch statistics if `own_statistics`; `apart`: with copies of frozen ones."""
         particles = self.particles
         stacked = {**particles.own_parameters(), **particles.own_buffers()}
         own = {name: rows[networks] for name, rows in stacked.items() if name != NUMBER}
@@ -170,7 +170,9 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         sampled = {n if n in noise else f"{PREFIX}{n}": rows[networks].flatten(0, 1) for n, rows in samples.items()}
         statistics = {f"{PREFIX}{name}" for name in statistics_names(self.network) if self.own_statistics}
         total = count * (networks.stop - networks.start)
-        rows: dict[str, Any] = {name: [tensor.detach()] * total for name, tensor in common.items()}
+        frozen = (n for n, p in particles.shared_parameters().items() if not p.requires_grad and n not in sampled)
+        held = [] if apart else list(frozen)
+        rows: dict[str, Any] = {n: [t if n in held else t.detach()] * total for n, t in common.items()}
         rows |= {name: t.detach().repeat_interleave(count, dim=0) for name, t in own.items() if name not in sampled}
         template = particles.copy_template(networks.start)
         template.always_eval = sorted({*template.always_eval, *particles.frozen_norms()})
@@ -180,6 +182,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
             own=lambda name: name in sampled or name in statistics or (several and name in own),
             kept={*particles.shared.state_dict(), *particles.own.state_dict()},
             members=total,
+            held=held,
         )
 
     def check_network(self) -> None:
@@ -224,7 +227,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         for i, size in enumerate(sizes):
             network = i * members // len(sizes)  # every network has the same number of parts
             some = {name: rows[:, :size] for name, rows in blank.items()}
-            family = self._make_family(some, slice(network, network + 1))
+            family = self._make_family(some, slice(network, network + 1), apart=True)
             parts.append(family.to("cpu"))
         return Families(parts, parts=True)
 

@@ -1,0 +1,119 @@
+"""Heads on a frozen backbone, such as linear probes: members share one feature extractor, whose features can be cached."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from dissensus.core.batch import call_network, convert_inputs, move_to_device
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
+from dissensus.data.batches import Batches
+from dissensus.methods import DeepEnsemble
+from dissensus.utils.arrays import is_array
+from dissensus.utils.shared_tensors import copy_sharing_tensors
+
+
+class BackboneAndHead(nn.Module):
+    """head(backbone(x)), with the backbone frozen and always in eval mode; any method can be built on it.
+
+    It holds the backbone's tensors, not copies of them, and leaves the module you pass as it is. Called with `features=`
+    instead of x, it runs only the head, so that it trains and predicts on the batches of `cache_features`.
+
+    Args:
+        backbone: a network that returns features (B, ...) as one tensor.
+        head: a network from these features to the outputs (B, C).
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = copy_sharing_tensors(backbone).requires_grad_(False).eval()
+        self.head = head
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, *x: Any, features: Tensor | None = None, **named: Any) -> Any:
+        if features is None:
+            features = call_network(self.backbone, named or x)
+        return self.head(features)
+
+
+def heads(
+    backbone: nn.Module,
+    head: Callable[[], nn.Module],
+    *,
+    members: int = 5,
+    likelihood: Likelihood | None = None,
+    **prior: Unpack[PriorKeywords],
+) -> DeepEnsemble:
+    """A deep ensemble of heads on one frozen backbone: M networks `BackboneAndHead`, with the backbone stored once.
+
+    Args:
+        backbone: a network that returns features (B, ...) as one tensor; its tensors are held, and it is not changed.
+        head: a function that makes a head: `lambda: nn.Linear(512, 10)`.
+        members: M.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
+    """
+    if isinstance(head, nn.Module) or not callable(head):
+        fix = "each member starts from a head of its own: pass lambda: nn.Linear(512, 10)"
+        raise TypeError(f"expected a function that makes a head, got {type(head).__name__}; {fix}")
+    return DeepEnsemble(lambda: BackboneAndHead(backbone, head()), members=members, likelihood=likelihood, **prior)
+
+
+def cache_features(backbone: nn.Module, loader: Any) -> Any:
+    """The loader with the backbone's features as inputs: batches ({"features": (B, ...)}, y), for a `BackboneAndHead`.
+
+    The backbone runs once over the data, in eval mode; features stay in memory. Cache data without random augmentation.
+
+    Args:
+        backbone: the frozen network, or a `BackboneAndHead`.
+        loader: a DataLoader or `ds.data.Batches`, whose batches keep their order, shuffling and generator; data (x, y) or
+            (x, y, weight), which stay data; or any other iterable of batches, which becomes a list of them.
+    """
+    network = copy_sharing_tensors(backbone.backbone if isinstance(backbone, BackboneAndHead) else backbone).eval()
+    if isinstance(loader, tuple | list) and len(loader) in (2, 3) and is_array(loader[1]):
+        x, y, *weight = loader
+        return _join_batches(network, Batches(x, y, batch_size=256)) + tuple(weight)
+    if isinstance(loader, Batches):
+        if loader.augment is not None:
+            raise ValueError("expected Batches without augment, got some; features are made once: leave augment out")
+        cached = copy.copy(loader)
+        cached.x = _join_batches(network, Batches(loader.x, loader.y, batch_size=loader.batch_size))[0]
+        return cached
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.batch_sampler is None
+        or isinstance(loader.dataset, IterableDataset)
+    ):
+        return list(_feature_batches(network, loader))
+    read: Any = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
+    x, *rest = _join_batches(network, DataLoader(loader.dataset, loader.batch_size or 256, **read))
+    rows = TensorDataset(x["features"], *rest)
+    return DataLoader(rows, batch_sampler=loader.batch_sampler, collate_fn=_collate_rows, generator=loader.generator)
+
+
+@torch.no_grad()
+def _feature_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """The batches with features in place of the inputs."""
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    for x, *rest in loader:
+        y, *weight = map(torch.as_tensor, rest)
+        features = call_network(network, move_to_device(convert_inputs(x), device))
+        yield {"features": features.to(y.device)}, y, *weight
+
+
+def _join_batches(network: nn.Module, loader: Iterable[Any]) -> tuple[Any, ...]:
+    """({"features": (N, ...)}, y (N, ...)), with weights (N,) if there are some."""
+    x, *rest = zip(*_feature_batches(network, loader), strict=True)
+    return {"features": torch.cat([each["features"] for each in x])}, *map(torch.cat, rest)
+
+
+def _collate_rows(rows: list[Any]) -> tuple[Any, ...]:
+    features, *rest = default_collate(rows)
+    return {"features": features}, *rest
