@@ -1,4 +1,4 @@
-"""Laplace: a Gaussian over the last layer of a trained network, without further training.
+"""Laplace: a Gaussian over the last layer of a trained network, or other layers, without further training.
 
 MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 1992.
 Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurIPS 2021.
@@ -7,7 +7,7 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any, Literal, Self, Unpack, final, get_args
 
@@ -24,14 +24,8 @@ from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
 from dissensus.methods.parts import last_layer as last_layers
-from dissensus.methods.parts.last_layer import (
-    Curvature,
-    CurvatureSums,
-    LastLayer,
-    Precision,
-    Structure,
-)
-from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior, stack_networks
+from dissensus.methods.parts.last_layer import Block, Curvature, CurvatureSums, LinearLayer, Precision, Structure
+from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -45,22 +39,26 @@ NUMBERS = 2**24  # outputs that are looked at after a fit
 
 @final
 class Laplace(SamplingPosterior):
-    """A Gaussian over the last layer of a trained network, from the curvature of the loss.
+    """A Gaussian over the last layer of a trained network, or over chosen layers, from the curvature of the loss.
 
-    W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
+    W ~ N(W*, T (G + δ)⁻¹) for the layers' weights and biases, with G the Gauss–Newton matrix of the data at W*.
     `fit_posthoc(loader)` computes G in one pass over the data and stores a draw; `fit` first trains the network as MAP
-    does and then calls it. The layers before the last one run once for all samples.
+    does and then calls it. The layers before the first sampled one run once for all samples.
 
     Args:
         networks: one module, not copied, or a list of M, each with its own Gaussian.
-        structure: "full" keeps all of G; "kron" approximates it by a Kronecker product, for wide layers.
+        structure: "full" keeps all of G, of several layers too; "kron" approximates it by a Kronecker product for each layer;
+            "auto" is "full" up to 1 GiB (11,585 weights), above that "kron", with a line in the log.
         covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
             "joint" samples all weights together. Softmax ignores a shift of all outputs, so under "joint" a confident
             network stays nearly as confident; "rows" corresponds to the usual probit formula, which uses only the
-            outputs' variances.
+            outputs' variances. Several layers are always sampled jointly.
         prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are computed at T = 1.
-        layer: the name of the last layer, a linear one or a 1×1 convolution; None finds it by running the network.
+        layers: name patterns ("*lora*", or a list) of linear layers or 1×1 convolutions; None is the last layer that is called
+            and that the outputs depend on. If outputs are more than this layer's (one token of several, a resized map), or
+            layers are inner ones, G comes from backward passes: exact up to 256 outputs per example, above that estimated,
+            without bias, from 64 random directions per batch.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
     """
@@ -68,23 +66,25 @@ class Laplace(SamplingPosterior):
     name = "laplace"
     draw_only_settings = (
         *SamplingPosterior.draw_only_settings,
-        *("structure", "covariance", "prior_precision", "posterior_temperature", "layer", "fitted"),
+        *("structure", "covariance", "prior_precision", "posterior_temperature", "layers", "fitted"),
     )
     draw_attributes = ("stored", "curvature")
     samples_frozen = True
-    own_statistics = False  # batch norm comes before the last layer, so samples do not change its statistics
-    shares_unsampled = True  # the layers before the last one are stored once for all functions of a network
-    curvature: nn.ModuleList | None  # one Curvature per network
+    own_statistics = (
+        False  # batch norm comes before the last layer; with other layers, its statistics stay the network's
+    )
+    shares_unsampled = True  # the other layers are stored once for all functions of a network
+    curvature: nn.ModuleList | None  # one Curvature per network and block of layers
 
     def __init__(
         self,
         networks: Networks,
         *,
-        structure: Structure = "full",
+        structure: Structure | Literal["auto"] = "auto",
         covariance: Literal["rows", "joint"] = "rows",
         prior_precision: Precision = "marginal_likelihood",
         posterior_temperature: float = 1.0,
-        layer: str | None = None,
+        layers: str | Sequence[str] | None = None,
         samples: int = 300,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
@@ -93,11 +93,11 @@ class Laplace(SamplingPosterior):
             advice = "train with class_weights and MAP, then pass the network with Classification()"
             raise ValueError(f"expected a likelihood without class_weights, got some; {advice}")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.structure: Structure = one_of("structure", structure, get_args(Structure))
+        self.structure = one_of("structure", structure, (*get_args(Structure), "auto"))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
         self.prior_precision = last_layers.check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
-        self.layer = layer
+        self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
         self.curvature = None
         self._by_held_out = False  # whether held-out rows chose the prior precision
 
@@ -124,10 +124,9 @@ class Laplace(SamplingPosterior):
         self._known.warn_once(noise_warning(self.particles))  # curvature and evidence depend on the noise
         with inference_context(self):
             curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
-        for each in curvature:
-            each.precision.fill_(last_layers.resolve_precision(self.prior_precision, each))
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
+            self._set_precision(self.prior_precision)
             self.stored = self.sample_families()
             if held_out is not None:
                 self._scale_precision(held_out)
@@ -152,11 +151,16 @@ class Laplace(SamplingPosterior):
     def use_prior_precision(self, prior_precision: Precision) -> None:
         """Replaces the stored draw, without data, by one with this prior precision: a number, or "marginal_likelihood"."""
         last_layers.check_precision(prior_precision)
-        for curvature in self._fitted_curvatures():
-            curvature.precision.fill_(last_layers.resolve_precision(prior_precision, curvature))
+        self._set_precision(prior_precision)
         self.prior_precision = prior_precision
         self._redraw()
         self.uncalibrate("another prior precision")
+
+    def _set_precision(self, prior_precision: Precision) -> None:
+        for mine in self._curvatures_by_network():
+            found = last_layers.resolve_precision(prior_precision, mine)
+            for curvature in mine:
+                curvature.precision.fill_(found)
 
     def _redraw(self) -> None:
         """Replaces the stored draw by one with the present prior precisions."""
@@ -197,8 +201,8 @@ class Laplace(SamplingPosterior):
         network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.
-        shares = [c.eigenvalues / (c.eigenvalues + c.precision) for c in self._fitted_curvatures()]
-        effective = fmean(float(share.sum()) for share in shares)
+        shares = [float((c.eigenvalues / (c.eigenvalues + c.precision)).sum()) for c in self._fitted_curvatures()]
+        effective = sum(shares) / self.particles.members
         if network - fitted > LOST + 0.5 * self.posterior_temperature * effective / rows:
             log.warning(
                 "Laplace gives its own training rows a mean log-probability of %.3f, the network alone %.3f: it is too unsure, "
@@ -231,40 +235,43 @@ class Laplace(SamplingPosterior):
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)
-        curvatures = self._fitted_curvatures()
-        given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
-        each = [
-            c.log_marginal_likelihood(torch.as_tensor(precision).to(c.precision))
-            for c, precision in zip(curvatures, given, strict=True)
-        ]
+
+        def evidence(one: Curvature) -> Tensor:  # of several blocks, the first has the log-likelihood
+            precision = one.precision if prior_precision is None else torch.as_tensor(prior_precision).to(one.precision)
+            return one.log_marginal_likelihood(precision)
+
+        each = [torch.stack([evidence(one) for one in mine]).sum() for mine in self._curvatures_by_network()]
         return torch.stack(each) if self.built_with.own else each[0]
 
     @property
     def mean(self) -> Tensors:
-        """Name -> mean of the last layer's weight or bias; (M, ...) for a list of networks."""
-        means = torch.stack([curvature.mean for curvature in self._fitted_curvatures()])
-        return self.public_tensors(self._fitted_layer().tensors(means))
+        """Name -> mean of a sampled weight or bias; (M, ...) for a list of networks."""
+        return self.public_tensors(self._map_curvatures(lambda curvature: curvature.mean))
 
     @property
     def variance(self) -> Tensors:
-        """Name -> marginal variance of the last layer's weight or bias; (M, ...) for a list of networks."""
-        variances = self.posterior_temperature * torch.stack([each.variance() for each in self._fitted_curvatures()])
-        return self.public_tensors(self._fitted_layer().tensors(variances))
+        """Name -> marginal variance of a sampled weight or bias; (M, ...) for a list of networks."""
+        found = self._map_curvatures(lambda curvature: self.posterior_temperature * curvature.variance())
+        return self.public_tensors(found)
 
     def sampled_names(self) -> list[str]:
-        return [] if self.curvature is None else list(self._fitted_layer().parameters)
+        return [] if self.curvature is None else [name for block in self._fitted_blocks() for name in block.parameters]
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        curvatures, last = self._fitted_curvatures(), self._fitted_layer()
+        rows = self.covariance == "rows" and sum(len(block.layers) for block in self._fitted_blocks()) == 1
 
-        def around(m: int) -> Tensors:
-            mean = curvatures[m].mean
-            noise = torch.randn(samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-            one = curvatures[m]
-            deviations = one.sample_joint(noise) if self.covariance == "joint" else one.sample_rows(noise)
-            return last.tensors(mean + math.sqrt(self.posterior_temperature) * deviations)
+        def around(one: Curvature) -> Tensor:
+            noise = torch.randn(samples, *one.mean.shape, dtype=one.mean.dtype, device=self.device, generator=generator)
+            deviations = one.sample_rows(noise) if rows else one.sample_joint(noise)
+            return one.mean + math.sqrt(self.posterior_temperature) * deviations
 
-        return stack_networks(around, self.particles.members)
+        return self._map_curvatures(around)
+
+    def _map_curvatures(self, function: Callable[[Curvature], Tensor]) -> Tensors:
+        """Name -> (M, ...) tensors from a matrix of weights for every curvature."""
+        each = zip(self._fitted_blocks(), zip(*self._curvatures_by_network(), strict=True), strict=True)
+        stacks = ((block, torch.stack([function(one) for one in mine])) for block, mine in each)
+        return {name: tensor for block, stack in stacks for name, tensor in block.tensors(stack).items()}
 
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
         """(curvature of each network for `data_size` examples, first batch, number of examples); no precision is chosen yet."""
@@ -273,7 +280,7 @@ class Laplace(SamplingPosterior):
         members = [(self.network, self.likelihood)]
         if not held:
             members = [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
-        gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
+        gathered: list[tuple[list[Block], list[CurvatureSums]]] = []
         seen, first = 0.0, None
         for given in self.read(loader, anywhere=True):
             if given.size == 0:
@@ -281,33 +288,40 @@ class Laplace(SamplingPosterior):
             batch = self.prepare_batch(given)
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
-                last = last_layers.last_layer(network, batch.x, self.layer)
-                mean = last.matrix(last.parameters).detach()
-                gathered.append((CurvatureSums(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
+                layers = last_layers.choose_layers(network, batch.x, self.layers)
+                structure, blocks = last_layers.make_blocks(self.structure, layers)
+                gathered.append((blocks, [CurvatureSums(structure, *block.shape, self.device) for block in blocks]))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
-            for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
-                last_layers.add_batch_curvature(sums, network, likelihood, last, batch)
-        if first is None or not bool(gathered[0][0].weight > 0):
+            for (network, likelihood), (blocks, sums) in zip(members, gathered, strict=True):
+                last_layers.add_batch_curvature(sums, network, likelihood, blocks, batch)
+        if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
-            for sums, _, _ in gathered:
-                torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
+            for each in (each for _, sums in gathered for each in sums):
+                torch._foreach_mul_([*each.sums, each.log_likelihood, each.weight, each.rows], data_size / seen)
         curvatures = [
-            Curvature.from_sums(sums, mean, layer=list(network.modules()).index(last.layer))
-            for (network, _), (sums, last, mean) in zip(members, gathered, strict=True)
+            Curvature.from_sums(each, block.matrix(block.parameters).detach(), layer=block.numbers(network))
+            for (network, _), (blocks, sums) in zip(members, gathered, strict=True)
+            for block, each in zip(blocks, sums, strict=True)
         ]
-        return curvatures, first, float(gathered[0][0].weight)
+        return curvatures, first, float(gathered[0][1][0].rows)
 
-    def _fitted_layer(self) -> LastLayer:
-        return self._layer_at(int(self._fitted_curvatures()[0].layer))
+    def _fitted_blocks(self) -> list[Block]:
+        return [self._block_at(curvature.layer.tolist()) for curvature in self._curvatures_by_network()[0]]
 
-    def _layer_at(self, number: int) -> LastLayer:
-        """Module number `number` with the first network's parameters (a stack's template has empty ones)."""
-        name, layer = list(self.network.named_modules())[number]
-        one = self.built_with.first_member()
-        under = f"{name}." if name else ""
-        names = [f"{under}{k}" for k, _ in layer.named_parameters(recurse=False)]
-        return LastLayer(name, layer, {k: one[k] for k in names})
+    def _block_at(self, numbers: int | list[int]) -> Block:
+        """The modules with these numbers, with the first network's parameters (a stack's template has empty ones)."""
+        modules, one, layers = list(self.network.named_modules()), self.built_with.first_member(), []
+        for name, layer in (modules[i] for i in ([numbers] if isinstance(numbers, int) else numbers)):
+            names = [f"{name}.{key}" if name else key for key, _ in layer.named_parameters(recurse=False)]
+            layers.append(LinearLayer(name, layer, {key: one[key] for key in names}))
+        return Block(layers)
+
+    def _curvatures_by_network(self) -> list[list[Curvature]]:
+        """The curvatures of each network, one per block of layers."""
+        each = self._fitted_curvatures()
+        blocks = len(each) // self.particles.members
+        return [each[start : start + blocks] for start in range(0, len(each), blocks)]
 
     def _fitted_curvatures(self) -> list[Curvature]:
         if self.curvature is None:
@@ -315,7 +329,7 @@ class Laplace(SamplingPosterior):
         return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
-        fitted = None if self.curvature is None else int(self._fitted_curvatures()[0].layer)
+        fitted = None if self.curvature is None else [c.layer.tolist() for c in self._curvatures_by_network()[0]]
         return {**super().config(), "fitted": fitted}
 
     @classmethod
@@ -324,9 +338,10 @@ class Laplace(SamplingPosterior):
         plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         if fitted is not None:
-            last, members = posterior._layer_at(fitted), posterior.particles.members
-            shape = last.matrix(last.parameters).shape
-            blanks = (Curvature.blank(posterior.structure, *shape, layer=fitted) for _ in range(members))
+            blocks = [posterior._block_at(numbers) for numbers in fitted]
+            structure, _ = last_layers.make_blocks(posterior.structure, [layer for b in blocks for layer in b.layers])
+            pairs = [pair for _ in range(posterior.particles.members) for pair in zip(blocks, fitted, strict=True)]
+            blanks = (Curvature.blank(structure, *block.shape, layer=numbers) for block, numbers in pairs)
             posterior.curvature = nn.ModuleList(blanks)
             posterior.stored = posterior.blank_draw(config["stored"], {})
         return posterior

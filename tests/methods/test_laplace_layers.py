@@ -1,0 +1,154 @@
+"""Laplace over any layers and outputs: against the Gauss–Newton matrix by automatic differentiation of the whole network."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.methods.parts import last_layer
+from refusals import refuses
+
+B, T, C = 5, 3, 4
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = torch.randn(B, 6, dtype=torch.float64, generator=GENERATOR)
+TOKENS = torch.randn(B, T, 6, dtype=torch.float64, generator=GENERATOR)
+IMAGES = torch.randn(B, 2, 3, 3, dtype=torch.float64, generator=GENERATOR)
+
+
+class TokenClassification(ds.Classification):
+    """Logits (B, T, C) as transformers give them."""
+
+    output_axis = -1
+
+    def log_prob(self, outputs, y):
+        return super().log_prob(outputs.movedim(-1, 1), y)
+
+    def curvature(self, outputs, y=None):
+        p = outputs.softmax(-1)
+        return p, p
+
+    def describe(self, outputs):
+        return super().describe(outputs.movedim(-1, 1))
+
+    def check(self, output_shape, y):
+        return None
+
+
+def adapted():
+    """A layer with an adapter of rank two, as peft writes them, before a tanh and a head."""
+    layers = {"base": nn.Linear(6, 5), "lora_A": nn.Linear(6, 2, bias=False), "lora_B": nn.Linear(2, 5, bias=False)}
+    return tiny.Network(
+        lambda net, x: net.head(torch.tanh(net.base(x) + 2.0 * net.lora_B(net.lora_A(x))).mean(1)),
+        **layers,
+        head=nn.Linear(5, C),
+    )
+
+
+def decoder():
+    """A decoder classifier: the outputs of its last layer at one token of each row."""
+    pick = torch.tensor([2, 0, 1, 2, 1])
+    return tiny.Network(
+        lambda net, x: net.score(x)[torch.arange(len(x)), pick[: len(x)]], score=nn.Linear(6, C, bias=False)
+    )
+
+
+def resized():
+    def run(net, x):
+        hidden = torch.tanh(net.body(x))
+        net.aux(hidden) if net.late else None
+        out = F.interpolate(net.head(hidden), size=(5, 5), mode="bilinear", align_corners=False)
+        return {"out": out, "aux": net.aux(hidden)}
+
+    network = tiny.Network(run, body=nn.Conv2d(2, 3, 3, padding=1), head=nn.Conv2d(3, C, 1), aux=nn.Conv2d(3, C, 1))
+    network.late = False
+    return network
+
+
+def tokens(transposed):
+    return tiny.Network(
+        lambda net, x: net.head(torch.tanh(x)).movedim(*((-1, 1) if transposed else (0, 0))), head=nn.Linear(6, C)
+    )
+
+
+CASES = {
+    "adapters": (adapted, "*lora*", TOKENS, (B,), ds.Classification()),
+    "adapters, regression": (adapted, ["lora_*", "head"], TOKENS, (B, C), ds.Regression(0.6)),
+    "adapters, own likelihood": (adapted, "*lora*", TOKENS, (B,), tiny.Sharper()),
+    "decoder": (decoder, None, TOKENS, (B,), ds.Classification()),
+    "resized": (resized, None, IMAGES, (B, 5, 5), ds.Classification(ignore_index=1)),
+    "tokens (B, C, T)": (lambda: tokens(True), None, TOKENS, (B, T), ds.Classification(ignore_index=0)),
+    "tokens (B, T, C)": (lambda: tokens(False), None, TOKENS, (B, T), TokenClassification(ignore_index=0)),
+    "positions as classes": (lambda: nn.Linear(6, C), None, TOKENS, (B, C), ds.Classification()),
+    "scaled, all layers": (
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, C), nn.Hardtanh()),
+        "*",
+        ROWS,
+        (B,),
+        ds.Classification(),
+    ),
+}
+
+
+def build(case):
+    make, layers, x, shape, likelihood = CASES[case]
+    torch.manual_seed(1)
+    network = make().double().eval()
+    classes = T if case == "positions as classes" else C
+    y = (
+        torch.randn(shape, dtype=torch.float64)
+        if isinstance(likelihood, ds.Regression)
+        else torch.randint(classes, shape)
+    )
+    return network, layers, x, y, likelihood
+
+
+def exact_curvature(network, names, x, y, likelihood, weight):
+    """(P, P) Gauss–Newton matrix in these parameters, weights and bias of an output side by side as Laplace orders them."""
+    parameters = {name: network.get_parameter(name).detach() for name in names}
+
+    def outputs(given):
+        found = torch.func.functional_call(network, given, (x,))
+        return found["out"] if isinstance(found, dict) else found
+
+    counted = likelihood.target_mask(y)
+    w = weight.reshape(-1, *[1] * (y.ndim - 1)) * (1.0 if counted is None else counted)
+    f = outputs(parameters).detach()
+
+    def nll(f):
+        log_prob = likelihood.log_prob(f, y)
+        return (
+            -(w.reshape(*w.shape[: log_prob.ndim]) * log_prob).sum()
+            if log_prob.ndim == w.ndim
+            else -(weight * log_prob).sum()
+        )
+
+    hessian = torch.func.hessian(nll)(f).reshape(f.numel(), f.numel())
+    jacobian = torch.func.jacrev(outputs)(parameters)
+    layers = {}
+    for name in names:
+        part = jacobian[name].reshape(f.numel(), parameters[name].shape[0], -1)
+        layers.setdefault(name.rpartition(".")[0], []).append(part)
+    j = torch.cat([torch.cat(parts, 2).flatten(1) for parts in layers.values()], 1)
+    return j.T @ hessian @ j
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_full_curvature_is_the_gauss_newton_matrix(case):
+    network, layers, x, y, likelihood = build(case)
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0])
+    keywords = {"structure": "full", "layers": layers, "likelihood": likelihood, "prior_precision": 0.7, "samples": 2}
+    posterior = ds.Laplace(network, **keywords).fit_posthoc([(x[:2], y[:2], weight[:2]), (x[2:], y[2:], weight[2:])])
+    names = posterior.sampled_names()
+    parts = [
+        exact_curvature(network, names, x[s], y[s], likelihood, weight[s].double()) for s in (slice(2), slice(2, None))
+    ]
+    exact = exact_curvature(network, names, x, y, likelihood, weight.double()) if case != "decoder" else sum(parts)
+    (found,) = posterior.curvature
+    vectors = found.get_buffer("vectors")
+    torch.testing.assert_close(vectors * found.eigenvalues @ vectors.T, exact, rtol=0, atol=1e-10)
+    variance = torch.linalg.inv(exact + 0.7 * torch.eye(len(exact), dtype=exact.dtype)).diagonal()
+    torch.testing.assert_close(found.variance().flatten(), variance, rtol=0, atol=1e-10)
