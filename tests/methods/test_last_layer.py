@@ -113,7 +113,7 @@ def test_a_layer_may_be_named_and_a_wrong_name_is_a_clear_error():
     assert last_layer(network, x, "head").name == "head"
     refuses(
         lambda: last_layer(network, x, "fc"),
-        r"expected layers= that match layers with weights, got 'fc'; linear layers are body, head, unused",
+        r"expected names of layers, got fc, which match no layer; the network has body, head, unused",
     )
     refuses(lambda: last_layer(network, x, "unused"), "'unused' never called")
 

@@ -24,10 +24,10 @@ from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
 from dissensus.methods.parts import last_layer as last_layers
-from dissensus.methods.parts.last_layer import Block, Curvature, CurvatureSums, LinearLayer, Precision, Structure
+from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
 from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior
 from dissensus.numerics.randomness import own_generator
-from dissensus.utils.checks import number, one_of
+from dissensus.utils.checks import first_names, number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -47,8 +47,8 @@ class Laplace(SamplingPosterior):
 
     Args:
         networks: one module, not copied, or a list of M, each with its own Gaussian.
-        structure: "full" keeps all of G, of several layers too; "kron" approximates it by a Kronecker product for each layer;
-            "auto" is "full" up to 1 GiB (11,585 weights), above that "kron", with a line in the log.
+        structure: "full" keeps all of a layer's G; "kron" approximates it by a Kronecker product, for wide layers; "auto" is
+            "full" for up to 11,585 weights (1 GiB), above that "kron", with a line in the log. Layers are independent.
         covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
             "joint" samples all weights together. Softmax ignores a shift of all outputs, so under "joint" a confident
             network stays nearly as confident; "rows" corresponds to the usual probit formula, which uses only the
@@ -74,7 +74,7 @@ class Laplace(SamplingPosterior):
         False  # batch norm comes before the last layer; with other layers, its statistics stay the network's
     )
     shares_unsampled = True  # the other layers are stored once for all functions of a network
-    curvature: nn.ModuleList | None  # one Curvature per network and block of layers
+    curvature: nn.ModuleList | None  # one Curvature per network and layer
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Laplace(SamplingPosterior):
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)
 
-        def evidence(one: Curvature) -> Tensor:  # of several blocks, the first has the log-likelihood
+        def evidence(one: Curvature) -> Tensor:  # of several layers, the first has the log-likelihood
             precision = one.precision if prior_precision is None else torch.as_tensor(prior_precision).to(one.precision)
             return one.log_marginal_likelihood(precision)
 
@@ -255,10 +255,10 @@ class Laplace(SamplingPosterior):
         return self.public_tensors(found)
 
     def sampled_names(self) -> list[str]:
-        return [] if self.curvature is None else [name for block in self._fitted_blocks() for name in block.parameters]
+        return [] if self.curvature is None else [name for layer in self._fitted_layers() for name in layer.parameters]
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        rows = self.covariance == "rows" and sum(len(block.layers) for block in self._fitted_blocks()) == 1
+        rows = self.covariance == "rows" and len(self._fitted_layers()) == 1
 
         def around(one: Curvature) -> Tensor:
             noise = torch.randn(samples, *one.mean.shape, dtype=one.mean.dtype, device=self.device, generator=generator)
@@ -269,9 +269,10 @@ class Laplace(SamplingPosterior):
 
     def _map_curvatures(self, function: Callable[[Curvature], Tensor]) -> Tensors:
         """Name -> (M, ...) tensors from a matrix of weights for every curvature."""
-        each = zip(self._fitted_blocks(), zip(*self._curvatures_by_network(), strict=True), strict=True)
-        stacks = ((block, torch.stack([function(one) for one in mine])) for block, mine in each)
-        return {name: tensor for block, stack in stacks for name, tensor in block.tensors(stack).items()}
+        found: Tensors = {}
+        for layer, mine in zip(self._fitted_layers(), zip(*self._curvatures_by_network(), strict=True), strict=True):
+            found |= layer.tensors(torch.stack([function(one) for one in mine]))
+        return found
 
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
         """(curvature of each network for `data_size` examples, first batch, number of examples); no precision is chosen yet."""
@@ -280,7 +281,7 @@ class Laplace(SamplingPosterior):
         members = [(self.network, self.likelihood)]
         if not held:
             members = [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
-        gathered: list[tuple[list[Block], list[CurvatureSums]]] = []
+        gathered: list[tuple[list[LinearLayer], list[CurvatureSums]]] = []
         seen, first = 0.0, None
         for given in self.read(loader, anywhere=True):
             if given.size == 0:
@@ -289,39 +290,48 @@ class Laplace(SamplingPosterior):
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
                 layers = last_layers.choose_layers(network, batch.x, self.layers)
-                structure, blocks = last_layers.make_blocks(self.structure, layers)
-                gathered.append((blocks, [CurvatureSums(structure, *block.shape, self.device) for block in blocks]))
+                sums = [CurvatureSums(self.structure, *layer.mean.shape, self.device) for layer in layers]
+                wide = [
+                    layer.name or "the network"
+                    for layer, each in zip(layers, sums, strict=True)
+                    if each.structure == "kron"
+                ]
+                if wide and self.structure == "auto" and not gathered:
+                    log.info(
+                        "Laplace takes structure='kron' for %s: a full curvature would exceed 1 GiB", first_names(wide)
+                    )
+                gathered.append((layers, sums))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
-            for (network, likelihood), (blocks, sums) in zip(members, gathered, strict=True):
-                last_layers.add_batch_curvature(sums, network, likelihood, blocks, batch)
+            for (network, likelihood), (layers, sums) in zip(members, gathered, strict=True):
+                last_layers.add_batch_curvature(sums, network, likelihood, layers, batch)
         if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
             for each in (each for _, sums in gathered for each in sums):
                 torch._foreach_mul_([*each.sums, each.log_likelihood, each.weight, each.rows], data_size / seen)
         curvatures = [
-            Curvature.from_sums(each, block.matrix(block.parameters).detach(), layer=block.numbers(network))
-            for (network, _), (blocks, sums) in zip(members, gathered, strict=True)
-            for block, each in zip(blocks, sums, strict=True)
+            Curvature.from_sums(each, layer.mean, layer=list(network.modules()).index(layer.layer))
+            for (network, _), (layers, sums) in zip(members, gathered, strict=True)
+            for layer, each in zip(layers, sums, strict=True)
         ]
         return curvatures, first, float(gathered[0][1][0].rows)
 
-    def _fitted_blocks(self) -> list[Block]:
-        return [self._block_at(curvature.layer.tolist()) for curvature in self._curvatures_by_network()[0]]
+    def _fitted_layers(self) -> list[LinearLayer]:
+        return [self._layer_at(int(curvature.layer)) for curvature in self._curvatures_by_network()[0]]
 
-    def _block_at(self, numbers: int | list[int]) -> Block:
-        """The modules with these numbers, with the first network's parameters (a stack's template has empty ones)."""
-        modules, one, layers = list(self.network.named_modules()), self.built_with.first_member(), []
-        for name, layer in (modules[i] for i in ([numbers] if isinstance(numbers, int) else numbers)):
-            names = [f"{name}.{key}" if name else key for key, _ in layer.named_parameters(recurse=False)]
-            layers.append(LinearLayer(name, layer, {key: one[key] for key in names}))
-        return Block(layers)
+    def _layer_at(self, number: int) -> LinearLayer:
+        """Module number `number` with the first network's parameters (a stack's template has empty ones)."""
+        name, layer = list(self.network.named_modules())[number]
+        one = self.built_with.first_member()
+        under = f"{name}." if name else ""
+        names = [f"{under}{k}" for k, _ in layer.named_parameters(recurse=False)]
+        return LinearLayer(name, layer, {k: one[k] for k in names})
 
     def _curvatures_by_network(self) -> list[list[Curvature]]:
-        """The curvatures of each network, one per block of layers."""
+        """The curvatures of each network, one per layer."""
         each = self._fitted_curvatures()
-        blocks = len(each) // self.particles.members
-        return [each[start : start + blocks] for start in range(0, len(each), blocks)]
+        layers = len(each) // self.particles.members
+        return [each[start : start + layers] for start in range(0, len(each), layers)]
 
     def _fitted_curvatures(self) -> list[Curvature]:
         if self.curvature is None:
@@ -329,20 +339,23 @@ class Laplace(SamplingPosterior):
         return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
-        fitted = None if self.curvature is None else [c.layer.tolist() for c in self._curvatures_by_network()[0]]
+        fitted = None if self.curvature is None else [int(c.layer) for c in self._curvatures_by_network()[0]]
         return {**super().config(), "fitted": fitted}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         fitted = config["fitted"]
-        plain = {key: value for key, value in config.items() if key != "fitted"}
+        plain = {key: value for key, value in config.items() if key not in ("fitted", "layer")}
+        if "layer" in config:  # files of earlier versions, of one layer
+            fitted, plain["layers"] = None if fitted is None else [fitted], config["layer"]
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         if fitted is not None:
-            blocks = [posterior._block_at(numbers) for numbers in fitted]
-            structure, _ = last_layers.make_blocks(posterior.structure, [layer for b in blocks for layer in b.layers])
-            pairs = [pair for _ in range(posterior.particles.members) for pair in zip(blocks, fitted, strict=True)]
-            blanks = (Curvature.blank(structure, *block.shape, layer=numbers) for block, numbers in pairs)
-            posterior.curvature = nn.ModuleList(blanks)
+            shapes = [(posterior._layer_at(number).mean.shape, number) for number in fitted]
+            each = [
+                Curvature.blank(posterior.structure, *shape, layer=number)
+                for shape, number in shapes * posterior.particles.members
+            ]
+            posterior.curvature = nn.ModuleList(each)
             posterior.stored = posterior.blank_draw(config["stored"], {})
         return posterior
 

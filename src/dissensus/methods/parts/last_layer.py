@@ -5,11 +5,10 @@ With outputs f = W φ (a bias is a feature that is 1), −log p(y | f) has a Hes
     G = Σ_n w_n H_n ⊗ φ_n φ_nᵀ            full: exact, (C D)² numbers
     G ≈ (Σ w_n H_n) ⊗ (Σ w_n φ_n φ_nᵀ) / Σ w_n      Kronecker-factored: C² + D²
 
-For inner layers, and where something follows the last one (a token is selected, a map is resized), backward passes give
-g = Jᵀ L e, with J the Jacobian of f in the layer's outputs, H = L Lᵀ and unit vectors e; n counts rows of all positions:
+For inner layers, and if something follows the last one (a token is selected, a map is resized), backward passes give
+g = Jᵀ L e at every position, with J the Jacobian of f in the layer's outputs, H = L Lᵀ, and unit vectors e:
 
-    G = Σ v vᵀ, v = Σ_positions g ⊗ φ          full: exact
-    G ≈ (Σ g gᵀ) ⊗ (Σ w_n φ_n φ_nᵀ) / Σ w_n      Kronecker-factored, over positions with g ≠ 0 (Martens & Grosse 2015)
+    G = Σ v vᵀ, v = Σ_positions g ⊗ φ    or    G ≈ (Σ g gᵀ) ⊗ (Σ w φ φᵀ) / Σ w over positions with g ≠ 0
 
 Its eigenvalues λ give log determinants, evidence and samples at any prior precision δ:
 
@@ -23,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 
 import torch
@@ -32,7 +30,8 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood, expand_weight
-from dissensus.utils.checks import first_names, number, one_of
+from dissensus.layers.conversion import convertible_layers
+from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -58,6 +57,11 @@ class LinearLayer:
     def channels(self) -> int:
         """The axis of features and outputs that the layer mixes."""
         return 1 if isinstance(self.layer, CONVOLUTIONS) else -1
+
+    @property
+    def mean(self) -> Tensor:
+        """(C, D) the layer's own weights and biases."""
+        return self.matrix(self.parameters).detach()
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
         """(..., C, D) weights and biases side by side in float64, from tensors named like `parameters`."""
@@ -86,49 +90,6 @@ class LinearLayer:
         return torch.cat([found, torch.ones_like(found[:, :1])], dim=1) if len(self.parameters) == 2 else found
 
 
-@dataclass(frozen=True)
-class Block:
-    """Layers with one Gaussian: over the weights (C, D) of one layer, or over those of several as one row (1, P)."""
-
-    layers: Sequence[LinearLayer]
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        return {name: p for layer in self.layers for name, p in layer.parameters.items()}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(C, D) or (1, P)."""
-        rows, columns = self.matrix(self.parameters).shape
-        return rows, columns
-
-    def numbers(self, network: nn.Module) -> int | list[int]:
-        """The layers' numbers among the network's modules; one number for one layer."""
-        modules = list(network.modules())
-        found = [modules.index(layer.layer) for layer in self.layers]
-        return found[0] if len(found) == 1 else found
-
-    def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """(..., C, D) or (..., 1, P) weights and biases, from tensors named like the layers' parameters."""
-        each = [layer.matrix(tensors) for layer in self.layers]
-        return each[0] if len(each) == 1 else torch.cat([matrix.flatten(-2) for matrix in each], -1)[..., None, :]
-
-    def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The inverse of `matrix`."""
-        shapes = [layer.matrix(layer.parameters).shape for layer in self.layers]
-        parts = [matrix] if len(shapes) == 1 else matrix[..., 0, :].split([math.prod(shape) for shape in shapes], -1)
-        each = [part.reshape(*matrix.shape[:-2], *shape) for part, shape in zip(parts, shapes, strict=True)]
-        return {name: t for layer, m in zip(self.layers, each, strict=True) for name, t in layer.tensors(m).items()}
-
-
-def make_blocks(structure: Structure | Literal["auto"], layers: list[LinearLayer]) -> tuple[Structure, list[Block]]:
-    """(structure, one block of all layers, or for "kron" one per layer); "auto" is "full" if that takes up to 1 GiB."""
-    rows = sum(layer.matrix(layer.parameters).numel() for layer in layers)
-    if structure == "auto":
-        structure = "full" if 8 * rows**2 <= LARGEST else "kron"
-    return structure, [Block(layers)] if structure == "full" else [Block([layer]) for layer in layers]
-
-
 @contextmanager
 def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
     """Context in which every call of the layers is appended to the list; gradients of the outputs can be had."""
@@ -138,10 +99,10 @@ def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
         if not isinstance(outputs, Tensor):
             seen.append((name, None, None))
             return outputs
-        features = [given.detach().clone() for given in [*args, *keywords.values()][:1] if isinstance(given, Tensor)]
+        features = next((given.clone() for given in [*args, *keywords.values()] if isinstance(given, Tensor)), None)
         if torch.is_grad_enabled() and not outputs.requires_grad:
             outputs.requires_grad_()
-        seen.append((name, next(iter(features), None), outputs))
+        seen.append((name, features, outputs))
         return outputs.clone()  # the network may write into both afterwards
 
     handles = [
@@ -158,15 +119,9 @@ def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
 def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] | None = None) -> list[LinearLayer]:
     """The layers with these names, or, without patterns, the last layer called for x that the outputs depend on."""
     modules = dict(network.named_modules())
-    given = ["*"] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
-    matched = {name: m for name, m in modules.items() if any(fnmatchcase(name, each) for each in given)}
-    weighted = {name: m for name, m in matched.items() if any(p is not None for p in m._parameters.values())}
-    watched = weighted if patterns is not None else {n: m for n, m in matched.items() if _multiplies_weights(m)}
-    if patterns is not None and not all(any(fnmatchcase(name, each) for name in weighted) for each in given or [""]):
-        known = first_names(name for name, layer in modules.items() if _is_linear(layer))
-        raise ValueError(
-            f"expected layers= that match layers with weights, got {patterns!r}; linear layers are {known}"
-        )
+    watched = {name: layer for name, layer in modules.items() if _multiplies_weights(layer)}
+    if patterns is not None:
+        watched, _ = convertible_layers(network, layers=[patterns] if isinstance(patterns, str) else patterns)
     with torch.enable_grad(), record_calls(watched) as seen:
         outputs = batches.call_network(network, x)
     called: list[Call] = []
@@ -176,17 +131,15 @@ def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] |
         around = any(inner != name and inner.startswith(f"{name}." if name else "") for inner, _, _ in called)
         if not around or isinstance(modules[name], (nn.Linear, *CONVOLUTIONS)):
             called.append((name, *tensors))
-    while patterns is None and called and not _depends(outputs, called[-1][2]):  # such as an auxiliary head
-        called.pop()
-    names = [name for name, _, _ in called]
-    return [_linear_layer(network, name, names) for name in ((names or [""])[-1:] if patterns is None else watched)]
-
-
-def _depends(outputs: Tensor, made: Tensor | None) -> bool:
-    if made is None or not outputs.requires_grad:
-        return True
-    ones = torch.ones_like(outputs)
-    return torch.autograd.grad(outputs, made, ones, retain_graph=True, allow_unused=True)[0] is not None
+    names = list(watched)
+    if patterns is None:
+        ones, how = torch.ones_like(outputs), {"retain_graph": True, "allow_unused": True}
+        while called and outputs.requires_grad and isinstance(made := called[-1][2], Tensor):
+            if torch.autograd.grad(outputs, made, ones, **how)[0] is not None:
+                break
+            called.pop()  # such as an auxiliary head
+        names = [name for name, _, _ in called][-1:] or [""]
+    return [_linear_layer(network, name, [each for each, _, _ in called]) for name in names]
 
 
 def _linear_layer(network: nn.Module, name: str, called: list[str]) -> LinearLayer:
@@ -198,11 +151,14 @@ def _linear_layer(network: nn.Module, name: str, called: list[str]) -> LinearLay
 
 
 def add_batch_curvature(
-    gathered: Sequence[CurvatureSums], network: nn.Module, likelihood: Likelihood, blocks: Sequence[Block], batch: Batch
+    gathered: Sequence[CurvatureSums],
+    network: nn.Module,
+    likelihood: Likelihood,
+    layers: Sequence[LinearLayer],
+    batch: Batch,
 ) -> None:
-    """Adds the curvature of one batch for one network to the sums of each block; the first one has the log-likelihood."""
+    """Adds the curvature of one batch for one network to the sums of each layer; the first one has the log-likelihood."""
     x, y, weight = batch
-    layers = [layer for block in blocks for layer in block.layers]
     with record_calls({layer.name: layer.layer for layer in layers}) as seen, batches.UnchangedInputs(x):
         outputs = batches.call_network(network, x)
     for layer in layers:  # they were found with the first batch
@@ -227,7 +183,8 @@ def add_batch_curvature(
         raise ValueError(warning)
     with torch.enable_grad(), record_calls({layer.name: layer.layer for layer in layers}) as seen:
         outputs = batches.call_network(network, x)
-    _add_by_passes(gathered, layers, seen, outputs, lambda e: w.sqrt() * curvature_root(*hessian, axis)(e), weight)
+    root = curvature_root(*hessian, axis, whole=hessian[0].ndim > outputs.ndim)
+    _add_by_passes(gathered, layers, seen, outputs, lambda e: w.sqrt() * root(e), weight)
 
 
 def _add_in_closed_form(
@@ -235,13 +192,11 @@ def _add_in_closed_form(
 ) -> bool:
     """Adds a batch if the network's outputs are the layer's, with its channels on that axis; returns whether they are."""
     a, u = hessian
-    at = (
-        layer.channels if u is None and a.ndim == outputs.ndim else axis
-    )  # a diagonal Hessian fits channels on any axis
+    diagonal = u is None and a.ndim == outputs.ndim
+    at = layer.channels if diagonal else axis  # a diagonal Hessian fits channels on any axis
     made = call[2].movedim(layer.channels, at)
-    if outputs.shape not in (made.shape, made.squeeze(at).shape) or not torch.equal(
-        made.reshape(outputs.shape), outputs
-    ):
+    fits = outputs.shape in (made.shape, made.squeeze(at).shape)
+    if not fits or not torch.equal(made.reshape(outputs.shape), outputs):
         return False
 
     def rows(tensor: Tensor) -> Tensor:  # (n, C), or (n, C, C) of whole Hessians
@@ -261,53 +216,46 @@ def _add_by_passes(
     weight: Tensor | None,
 ) -> None:
     """Adds Σ v vᵀ of a batch to full sums, the two factors of each layer to Kronecker-factored ones."""
-    calls = {name: tensors for name, *tensors in seen}
+    calls, examples = {name: tensors for name, *tensors in seen}, len(outputs)
     features = [layer.inputs(calls[layer.name][0]) for layer in layers]  # (n, D) each
-    full, examples = gathered[0].structure == "full", len(outputs)
 
     def gradients(given: Tensor) -> list[Tensor]:  # (n, C) for each layer
         made, how = [calls[layer.name][1] for layer in layers], {"allow_unused": True, "materialize_grads": True}
         found = torch.autograd.grad(outputs, made, given.to(outputs.dtype), retain_graph=True, **how)
         return [layer.rows(g) for layer, g in zip(layers, found, strict=True)]
 
-    first = torch.zeros_like(outputs).index_fill(0, torch.zeros((), dtype=torch.long, device=outputs.device), 1.0)
-    for layer, g in zip(layers, gradients(first) if full or weight is not None else (), strict=False):
-        if len(g) % examples or bool(g[len(g) // examples :].any()):
-            hint = 'choose others, or structure="kron" without example weights'
-            raise ValueError(f"expected layers with examples on the first axis, got '{layer.name}'; {hint}")
+    if weight is not None or any(sums.structure == "full" for sums in gathered):
+        first = torch.arange(examples, device=outputs.device).reshape(-1, *[1] * (outputs.ndim - 1)) == 0
+        for layer, g in zip(layers, gradients(first.expand_as(outputs)), strict=True):
+            if len(g) % examples or bool(g[len(g) // examples :].any()):
+                hint = 'choose others, or structure="kron" without example weights'
+                raise ValueError(f"expected layers with examples on the first axis, got '{layer.name}'; {hint}")
     used = [torch.zeros_like(phi[:, 0], dtype=torch.bool) for phi in features]
     for direction in gathered[0].directions(outputs):
-        found = gradients(root(direction))
-        used = [before | (g != 0).any(1) for before, g in zip(used, found, strict=True)]
-        if full:
-            pairs = [[t.reshape(examples, -1, t.shape[1]) for t in both] for both in zip(found, features, strict=True)]
-            v = torch.cat([torch.einsum("bnc,bnd->bcd", *pair).flatten(1) for pair in pairs], dim=1)  # (B, P)
-            gathered[0].sums[0] += v.mT @ v
-        for sums, g in zip(gathered, () if full else found, strict=False):
-            sums.sums[0] += g.mT @ g
-    each = torch.ones(examples) if weight is None else weight.reshape(examples, -1).mean(1)
-    for sums, phi, on in zip(gathered, () if full else features, used, strict=False):
-        w = on * (each.to(phi).repeat_interleave(len(phi) // examples) if weight is not None else 1.0)
+        for sums, phi, on, g in zip(gathered, features, used, gradients(root(direction)), strict=True):
+            sums.add_gradients(phi, g, examples)
+            on |= (g != 0).any(1)
+    for sums, phi, on in zip(gathered, features, used, strict=True):
+        w = on.double()
+        if weight is not None:
+            w *= weight.double().reshape(examples, -1).mean(1).repeat_interleave(len(phi) // examples)
         sums.weight += w.sum()
-        sums.sums[1] += (w[:, None] * phi).mT @ phi
+        for factor in sums.sums[1:]:
+            factor += (w[:, None] * phi).mT @ phi
 
 
-def curvature_root(a: Tensor, u: Tensor | None, axis: int) -> Callable[[Tensor], Tensor]:
-    """The function e -> L e with L Lᵀ = diag(a) − u uᵀ over that axis, or = a, if that has one axis more than outputs."""
-    tiny = torch.finfo(a.dtype).tiny
-
-    def root(e: Tensor) -> Tensor:
-        if a.ndim > e.ndim:
-            values, vectors = eigendecompose(a.movedim(axis, -2))
-            return (vectors * values.sqrt()[..., None, :] @ e.movedim(axis, -1)[..., None])[..., 0].movedim(-1, axis)
-        if u is None:
-            return a.sqrt() * e
-        v = u / a.sqrt().clamp(min=tiny)  # diag(a)^½ (I − v vᵀ) diag(a)^½, and (I − v vᵀ)^½ = I − k v vᵀ
-        square = v.square().sum(axis, keepdim=True).clamp(tiny, 1.0)
-        k = (1 - (1 - square).sqrt()) / square
-        return a.sqrt() * (e - k * v * (v * e).sum(axis, keepdim=True))
-
-    return root
+def curvature_root(a: Tensor, u: Tensor | None, axis: int, *, whole: bool) -> Callable[[Tensor], Tensor]:
+    """The function e -> L e, for e of the outputs' shape, with L Lᵀ the Hessian over that axis: diag(a) − u uᵀ, or whole a."""
+    if whole:
+        values, vectors = eigendecompose(a.movedim(axis, -2))  # (B, ..., C), (B, ..., C, C)
+        return lambda e: (vectors @ (values.sqrt() * e.movedim(axis, -1))[..., None])[..., 0].movedim(-1, axis)
+    d, tiny = a.sqrt(), torch.finfo(a.dtype).tiny
+    if u is None:
+        return lambda e: d * e
+    v = u / d.clamp(min=tiny)  # diag(a)^½ (I − v vᵀ) diag(a)^½, and (I − v vᵀ)^½ = I − k v vᵀ
+    square = v.square().sum(axis, keepdim=True).clamp(tiny, 1.0)
+    k = (1 - (1 - square).sqrt()) / square
+    return lambda e: d * (e - k * v * (v * e).sum(axis, keepdim=True))
 
 
 def _multiplies_weights(layer: nn.Module) -> bool:
@@ -345,8 +293,10 @@ def _why_not_linear(network: nn.Module, name: str, called: list[str]) -> str | N
 class CurvatureSums:
     """Sums over the examples of one pass over a loader, in float64; curvature is computed from them."""
 
-    def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
-        self.structure = structure
+    def __init__(
+        self, structure: Structure | Literal["auto"], classes: int, features: int, device: torch.device
+    ) -> None:
+        self.structure = structure = resolve_structure(structure, classes * features)
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, classes, features)]
         self.log_likelihood = torch.zeros((), **like)
@@ -356,18 +306,26 @@ class CurvatureSums:
 
     def directions(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions e of the outputs' shape with Σ e eᵀ = I for every example: unit vectors; random signs on average."""
-        size, random = outputs[0].numel(), outputs[0].numel() > MOST_OUTPUTS
-        if random and self.generator is None:
-            self.generator = torch.Generator(outputs.device).manual_seed(0)
+        size, shape, device = outputs[0].numel(), outputs.shape, outputs.device
+        if size <= MOST_OUTPUTS:
+            yield from (
+                torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+            )
+            return
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(0)
             what = "Laplace estimates the curvature of %d outputs per example from %d random directions per batch"
             log.info(what, size, RANDOM_PASSES)
-        like: dict[str, Any] = {"dtype": torch.float64, "device": outputs.device}
-        for i in range(RANDOM_PASSES if random else size):
-            if random:
-                signs = torch.randint(2, outputs.shape, generator=self.generator, **like)
-                yield (2 * signs - 1) / math.sqrt(RANDOM_PASSES)
-            else:
-                yield torch.eye(size, **like)[i].reshape(outputs.shape[1:]).expand_as(outputs)
+        for _ in range(RANDOM_PASSES):
+            signs = 2 * torch.randint(2, shape, generator=self.generator, device=device) - 1
+            yield signs.double() / math.sqrt(RANDOM_PASSES)
+
+    def add_gradients(self, features: Tensor, gradients: Tensor, examples: int) -> None:
+        """Adds v vᵀ, or g gᵀ to the first factor, from features (n, D) and gradients g (n, C) of one backward pass."""
+        if self.structure == "full":
+            pair = (rows.reshape(examples, -1, rows.shape[1]) for rows in (gradients, features))
+            gradients = torch.einsum("bnc,bnd->bcd", *pair).flatten(1)  # (B, C D)
+        self.sums[0] += gradients.mT @ gradients
 
     def add(self, features: Tensor, hessian: Tensor, outer: Tensor | None, weight: Tensor) -> None:
         """Adds rows: features (n, D), weights (n,), and Hessians, full (n, C, C) or diagonal (n, C), minus outer outerᵀ."""
@@ -396,13 +354,13 @@ class CurvatureSums:
 
 
 class Curvature(nn.Module):
-    """N(mean, (G + δ)⁻¹) over the weights of a block, (C, D), as eigenvalues and eigenvectors of G, in float64."""
+    """N(mean, (G + δ)⁻¹) over a layer's weights and biases, (C, D), as eigenvalues and eigenvectors of G, in float64."""
 
     mean: Tensor  # (C, D)
     eigenvalues: Tensor  # (C D,) or (C, D)
     log_likelihood: Tensor  # () of the data at the mean
     precision: Tensor  # () δ
-    layer: Tensor  # () number of the layer among the network's modules; (L,) of several
+    layer: Tensor  # () number of the layer among the network's modules
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -410,17 +368,17 @@ class Curvature(nn.Module):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int | list[int]) -> Self:
+    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int) -> Self:
         """The curvature from these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
         values, vectors = zip(*map(eigendecompose, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
-        eigenvalues = torch.outer(*values) / gathered.weight if kron else values[0]
+        eigenvalues = torch.outer(*values) / gathered.weight.clamp(min=1e-300) if kron else values[0]
         return cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
 
     @classmethod
-    def blank(cls, structure: Structure, classes: int, features: int, *, layer: int | list[int]) -> Self:
+    def blank(cls, structure: Structure | Literal["auto"], classes: int, features: int, *, layer: int) -> Self:
         """A curvature of the right shapes, to be filled from a file."""
-        sides = _sides(structure, classes, features)
+        sides = _sides(resolve_structure(structure, classes * features), classes, features)
         mean = torch.empty(classes, features, dtype=torch.float64)
         # Empty, not zeros: zeros would allocate the memory at once.
         vectors = [mean.new_empty(side, side) for side in sides]
@@ -468,7 +426,7 @@ class Curvature(nn.Module):
         return self
 
 
-def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: Any) -> Tensors:
+def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
     return {
         "mean": mean,
@@ -478,6 +436,13 @@ def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_lik
         "precision": torch.ones_like(log_likelihood),
         "layer": torch.tensor(layer, device=mean.device),
     }
+
+
+def resolve_structure(structure: Structure | Literal["auto"], rows: int) -> Structure:
+    """The structure; "auto" is "full" where that takes at most 1 GiB, else "kron"."""
+    if structure != "auto":
+        return structure
+    return "full" if 8 * rows**2 <= LARGEST else "kron"
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:
