@@ -524,7 +524,7 @@ def test_a_layer_too_wide_for_the_whole_matrix_gets_a_product(caplog, tmp_path):
     caplog.set_level("INFO", "dissensus")
     posterior = Laplace(network, samples=2).fit_posthoc(loader)
     assert posterior.curvature[0].structure == "kron"
-    assert caplog.text.count("structure='kron' for the network: a full curvature would exceed 1 GiB") == 1
+    assert caplog.text.count("structure='kron' for 1 of 1 layers: a full curvature would exceed 1 GiB") == 1
     ds.save(posterior, tmp_path)
     assert ds.load(tmp_path, network).curvature[0].structure == "kron"
 

@@ -27,7 +27,7 @@ from dissensus.methods.parts import last_layer as last_layers
 from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
 from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior
 from dissensus.numerics.randomness import own_generator
-from dissensus.utils.checks import first_names, number, one_of
+from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -80,7 +80,7 @@ class Laplace(SamplingPosterior):
         self,
         networks: Networks,
         *,
-        structure: Structure | Literal["auto"] = "auto",
+        structure: Structure = "auto",
         covariance: Literal["rows", "joint"] = "rows",
         prior_precision: Precision = "marginal_likelihood",
         posterior_temperature: float = 1.0,
@@ -93,7 +93,7 @@ class Laplace(SamplingPosterior):
             advice = "train with class_weights and MAP, then pass the network with Classification()"
             raise ValueError(f"expected a likelihood without class_weights, got some; {advice}")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.structure = one_of("structure", structure, (*get_args(Structure), "auto"))
+        self.structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
         self.prior_precision = last_layers.check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
@@ -277,9 +277,8 @@ class Laplace(SamplingPosterior):
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
         """(curvature of each network for `data_size` examples, first batch, number of examples); no precision is chosen yet."""
         particles = self.particles
-        held = not self.built_with.own
         members = [(self.network, self.likelihood)]
-        if not held:
+        if self.built_with.own:
             members = [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
         gathered: list[tuple[list[LinearLayer], list[CurvatureSums]]] = []
         seen, first = 0.0, None
@@ -290,29 +289,24 @@ class Laplace(SamplingPosterior):
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
                 layers = last_layers.choose_layers(network, batch.x, self.layers)
-                sums = [CurvatureSums(self.structure, *layer.mean.shape, self.device) for layer in layers]
-                wide = [
-                    layer.name or "the network"
-                    for layer, each in zip(layers, sums, strict=True)
-                    if each.structure == "kron"
-                ]
-                if wide and self.structure == "auto" and not gathered:
-                    log.info(
-                        "Laplace takes structure='kron' for %s: a full curvature would exceed 1 GiB", first_names(wide)
-                    )
-                gathered.append((layers, sums))
+                each = [CurvatureSums(self.structure, *layer.mean.shape, self.device) for layer in layers]
+                wide = sum(sums.structure == "kron" for sums in each) if self.structure == "auto" else 0
+                if wide and not gathered:
+                    what = "Laplace takes structure='kron' for %d of %d layers: a full curvature would exceed 1 GiB"
+                    log.info(what, wide, len(layers))
+                gathered.append((layers, each))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (layers, sums) in zip(members, gathered, strict=True):
                 last_layers.add_batch_curvature(sums, network, likelihood, layers, batch)
         if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
-            for each in (each for _, sums in gathered for each in sums):
-                torch._foreach_mul_([*each.sums, each.log_likelihood, each.weight, each.rows], data_size / seen)
+            for one in (one for _, sums in gathered for one in sums):
+                torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], data_size / seen)
         curvatures = [
-            Curvature.from_sums(each, layer.mean, layer=list(network.modules()).index(layer.layer))
+            Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer))
             for (network, _), (layers, sums) in zip(members, gathered, strict=True)
-            for layer, each in zip(layers, sums, strict=True)
+            for layer, one in zip(layers, sums, strict=True)
         ]
         return curvatures, first, float(gathered[0][1][0].rows)
 
@@ -323,9 +317,7 @@ class Laplace(SamplingPosterior):
         """Module number `number` with the first network's parameters (a stack's template has empty ones)."""
         name, layer = list(self.network.named_modules())[number]
         one = self.built_with.first_member()
-        under = f"{name}." if name else ""
-        names = [f"{under}{k}" for k, _ in layer.named_parameters(recurse=False)]
-        return LinearLayer(name, layer, {k: one[k] for k in names})
+        return LinearLayer(name, layer, {k: one[k] for k in last_layers.parameter_names(name, layer)})
 
     def _curvatures_by_network(self) -> list[list[Curvature]]:
         """The curvatures of each network, one per layer."""

@@ -35,8 +35,9 @@ from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
-Structure = Literal["full", "kron"]
+Structure = Literal["full", "kron", "auto"]
 Hessian = tuple[Tensor, Tensor | None]  # as of `Likelihood.curvature`
+Root = Callable[[Tensor], Tensor]  # e -> L e, L Lᵀ a Hessian
 Call = tuple[str, Any, Any]  # name of a layer, its features, its outputs; None where it does not return a tensor
 Precision = float | Literal["marginal_likelihood"]
 LARGEST = 2**30  # bytes of one matrix in float64; its eigenvectors take as much again
@@ -131,31 +132,30 @@ def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] |
         around = any(inner != name and inner.startswith(f"{name}." if name else "") for inner, _, _ in called)
         if not around or isinstance(modules[name], (nn.Linear, *CONVOLUTIONS)):
             called.append((name, *tensors))
-    names = list(watched)
-    if patterns is None:
-        ones, how = torch.ones_like(outputs), {"retain_graph": True, "allow_unused": True}
-        while called and outputs.requires_grad and isinstance(made := called[-1][2], Tensor):
-            if torch.autograd.grad(outputs, made, ones, **how)[0] is not None:
-                break
-            called.pop()  # such as an auxiliary head
-        names = [name for name, _, _ in called][-1:] or [""]
-    return [_linear_layer(network, name, [each for each, _, _ in called]) for name in names]
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    while patterns is None and called and outputs.requires_grad and isinstance(called[-1][2], Tensor):
+        if torch.autograd.grad(outputs, called[-1][2], torch.ones_like(outputs), **how)[0] is not None:
+            break
+        called.pop()  # such as an auxiliary head
+    names = [name for name, _, _ in called]
+    return [_linear_layer(network, name, names) for name in ((names or [""])[-1:] if patterns is None else watched)]
 
 
 def _linear_layer(network: nn.Module, name: str, called: list[str]) -> LinearLayer:
     """The layer of that name; raises if its weights cannot be sampled."""
     if fault := _why_not_linear(network, name, called):
         raise ValueError(f"expected outputs linear in the layer's weights, got {fault}, or choose others: layers=")
-    layer, under = network.get_submodule(name), f"{name}." if name else ""
-    return LinearLayer(name, layer, {f"{under}{key}": p for key, p in layer.named_parameters(recurse=False)})
+    layer = network.get_submodule(name)
+    return LinearLayer(name, layer, {key: network.get_parameter(key) for key in parameter_names(name, layer)})
+
+
+def parameter_names(name: str, layer: nn.Module) -> list[str]:
+    """Names in the network of the parameters of a layer of that name."""
+    return [f"{name}.{key}" if name else key for key, _ in layer.named_parameters(recurse=False)]
 
 
 def add_batch_curvature(
-    gathered: Sequence[CurvatureSums],
-    network: nn.Module,
-    likelihood: Likelihood,
-    layers: Sequence[LinearLayer],
-    batch: Batch,
+    gathered: list[CurvatureSums], network: nn.Module, likelihood: Likelihood, layers: list[LinearLayer], batch: Batch
 ) -> None:
     """Adds the curvature of one batch for one network to the sums of each layer; the first one has the log-likelihood."""
     x, y, weight = batch
@@ -208,12 +208,7 @@ def _add_in_closed_form(
 
 
 def _add_by_passes(
-    gathered: Sequence[CurvatureSums],
-    layers: Sequence[LinearLayer],
-    seen: Sequence[Call],
-    outputs: Tensor,
-    root: Callable[[Tensor], Tensor],
-    weight: Tensor | None,
+    gathered: list[CurvatureSums], layers: list[LinearLayer], seen: list[Call], outputs: Tensor, root: Root, weight: Any
 ) -> None:
     """Adds Σ v vᵀ of a batch to full sums, the two factors of each layer to Kronecker-factored ones."""
     calls, examples = {name: tensors for name, *tensors in seen}, len(outputs)
@@ -244,7 +239,7 @@ def _add_by_passes(
             factor += (w[:, None] * phi).mT @ phi
 
 
-def curvature_root(a: Tensor, u: Tensor | None, axis: int, *, whole: bool) -> Callable[[Tensor], Tensor]:
+def curvature_root(a: Tensor, u: Tensor | None, axis: int, *, whole: bool) -> Root:
     """The function e -> L e, for e of the outputs' shape, with L Lᵀ the Hessian over that axis: diag(a) − u uᵀ, or whole a."""
     if whole:
         values, vectors = eigendecompose(a.movedim(axis, -2))  # (B, ..., C), (B, ..., C, C)
@@ -293,12 +288,10 @@ def _why_not_linear(network: nn.Module, name: str, called: list[str]) -> str | N
 class CurvatureSums:
     """Sums over the examples of one pass over a loader, in float64; curvature is computed from them."""
 
-    def __init__(
-        self, structure: Structure | Literal["auto"], classes: int, features: int, device: torch.device
-    ) -> None:
-        self.structure = structure = resolve_structure(structure, classes * features)
+    def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, classes, features)]
+        self.structure: Structure = "full" if len(self.sums) == 1 else "kron"
         self.log_likelihood = torch.zeros((), **like)
         self.weight = torch.zeros((), **like)  # of the features' sum
         self.rows = torch.zeros((), **like)  # weight of all outputs that count
@@ -376,9 +369,9 @@ class Curvature(nn.Module):
         return cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
 
     @classmethod
-    def blank(cls, structure: Structure | Literal["auto"], classes: int, features: int, *, layer: int) -> Self:
+    def blank(cls, structure: Structure, classes: int, features: int, *, layer: int) -> Self:
         """A curvature of the right shapes, to be filled from a file."""
-        sides = _sides(resolve_structure(structure, classes * features), classes, features)
+        sides = _sides(structure, classes, features)
         mean = torch.empty(classes, features, dtype=torch.float64)
         # Empty, not zeros: zeros would allocate the memory at once.
         vectors = [mean.new_empty(side, side) for side in sides]
@@ -438,15 +431,10 @@ def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_lik
     }
 
 
-def resolve_structure(structure: Structure | Literal["auto"], rows: int) -> Structure:
-    """The structure; "auto" is "full" where that takes at most 1 GiB, else "kron"."""
-    if structure != "auto":
-        return structure
-    return "full" if 8 * rows**2 <= LARGEST else "kron"
-
-
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:
     """Rows of each matrix; raises before allocation if a matrix would be too large."""
+    if structure == "auto":
+        structure = "full" if 8 * (classes * features) ** 2 <= LARGEST else "kron"
     sides = {"full": [classes * features], "kron": [classes, features]}[structure]
     if 8 * max(sides) ** 2 > LARGEST:
         remedy = 'pass structure="kron"' if structure == "full" else "choose narrower layers"
