@@ -7,6 +7,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from refusals import refuses
 
 B, T, C = 5, 3, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -18,7 +19,7 @@ IMAGES = torch.randn(B, 2, 3, 3, dtype=torch.float64, generator=GENERATOR)
 class TokenClassification(ds.Classification):
     """Logits (B, T, C) as transformers give them."""
 
-    output_axis = -1
+    class_axis = -1
 
     def log_prob(self, outputs, y):
         return super().log_prob(outputs.movedim(-1, 1), y)
@@ -32,6 +33,9 @@ class TokenClassification(ds.Classification):
 
     def check(self, output_shape, y):
         return None
+
+
+TOKEN_LIKELIHOOD = getattr(ds, "Tokens", TokenClassification)
 
 
 def adapted():
@@ -53,15 +57,14 @@ def decoder():
 
 
 def resized():
+    """A segmentation network that resizes its maps and calls an auxiliary head last."""
+
     def run(net, x):
         hidden = torch.tanh(net.body(x))
-        net.aux(hidden) if net.late else None
         out = F.interpolate(net.head(hidden), size=(5, 5), mode="bilinear", align_corners=False)
         return {"out": out, "aux": net.aux(hidden)}
 
-    network = tiny.Network(run, body=nn.Conv2d(2, 3, 3, padding=1), head=nn.Conv2d(3, C, 1), aux=nn.Conv2d(3, C, 1))
-    network.late = False
-    return network
+    return tiny.Network(run, body=nn.Conv2d(2, 3, 3, padding=1), head=nn.Conv2d(3, C, 1), aux=nn.Conv2d(3, C, 1))
 
 
 def tokens(transposed):
@@ -77,7 +80,7 @@ CASES = {
     "decoder": (decoder, None, TOKENS, (B,), ds.Classification()),
     "resized": (resized, None, IMAGES, (B, 5, 5), ds.Classification(ignore_index=1)),
     "tokens (B, C, T)": (lambda: tokens(True), None, TOKENS, (B, T), ds.Classification(ignore_index=0)),
-    "tokens (B, T, C)": (lambda: tokens(False), None, TOKENS, (B, T), TokenClassification(ignore_index=0)),
+    "tokens (B, T, C)": (lambda: tokens(False), None, TOKENS, (B, T), TOKEN_LIKELIHOOD(ignore_index=0)),
     "positions as classes": (lambda: nn.Linear(6, C), None, TOKENS, (B, C), ds.Classification()),
     "scaled, all layers": (
         lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, C), nn.Hardtanh()),
@@ -149,3 +152,97 @@ def test_the_full_curvature_is_the_gauss_newton_matrix(case):
         vectors = found.get_buffer("vectors")
         torch.testing.assert_close(vectors * found.eigenvalues @ vectors.T, exact[at, at], rtol=0, atol=1e-10)
     assert start == len(exact)
+
+
+def kron_by_hand(network, name, x, y):
+    """(Σ g gᵀ ⊗ Σ φ φᵀ) / n over the positions of a layer that outputs depend on, g from a loop over examples and outputs."""
+    left = right = count = 0.0
+    for row in range(len(x)):
+        seen = []
+        layer = network.get_submodule(name)
+        handle = layer.register_forward_hook(lambda _, given, made, seen=seen: seen.append((given[0], made)))
+        logits = network(x[row : row + 1])
+        handle.remove()
+        p = logits.detach().softmax(1)[0]
+        root = torch.linalg.cholesky(torch.diag(p) - torch.outer(p, p) + 1e-14 * torch.eye(len(p), dtype=p.dtype))
+        ((phi, made),) = seen
+        for direction in root.T:
+            (g,) = torch.autograd.grad(logits, made, direction[None], retain_graph=True)
+            left = left + g.flatten(0, -2).T @ g.flatten(0, -2)
+        phi = phi.detach().flatten(0, -2)
+        right, count = right + phi.T @ phi, count + len(phi)
+    return torch.kron(left, right) / count
+
+
+def test_kronecker_factors_are_sums_over_positions_and_layers_share_a_precision(tmp_path):
+    network, _, x, y, _ = build("adapters")
+    posterior = ds.Laplace(network, layers="*lora*", structure="kron", samples=3).fit_posthoc(
+        [(x[:2], y[:2]), (x[2:], y[2:])]
+    )
+    for name, found in zip(["lora_A", "lora_B"], posterior.curvature, strict=True):
+        vectors = torch.kron(found.get_buffer("outputs"), found.get_buffer("features"))
+        exact = kron_by_hand(network, name, x, y)
+        torch.testing.assert_close(vectors * found.eigenvalues.flatten() @ vectors.T, exact, rtol=0, atol=1e-6)
+    assert len({float(found.precision) for found in posterior.curvature}) == 1
+    near = [float(posterior.log_marginal_likelihood(posterior.precision * factor)) for factor in (0.9, 1.0, 1.1)]
+    assert max(near) == near[1]
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, adapted())
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
+    network_state, member = network.state_dict(), posterior.member(1).state_dict()
+    assert {name for name, t in member.items() if not torch.equal(t, network_state[name])} == set(
+        posterior.sampled_names()
+    )
+
+
+def test_the_kronecker_product_of_a_selected_token_is_that_of_its_features():
+    network, _, x, y, _ = build("decoder")
+    found = ds.Laplace(network, structure="kron", samples=2).fit_posthoc([(x, y)]).curvature[0]
+    features = x[torch.arange(B), torch.tensor([2, 0, 1, 2, 1])]
+    plain = ds.Laplace(network.score, structure="kron", samples=2).fit_posthoc([(features, y)]).curvature[0]
+    torch.testing.assert_close(found.eigenvalues, plain.eigenvalues, rtol=0, atol=1e-10)
+
+
+def test_an_adapter_that_starts_at_zero_has_the_priors_variance():
+    network, _, x, y, _ = build("adapters")
+    network.lora_B.weight.data.zero_()  # as peft does: outputs do not depend on lora_A yet
+    posterior = ds.Laplace(network, layers="*lora*", structure="kron", prior_precision=4.0, samples=2).fit_posthoc(
+        [(x, y)]
+    )
+    torch.testing.assert_close(posterior.variance["lora_A.weight"], torch.full((2, 6), 0.25, dtype=torch.float64))
+    assert float(posterior.variance["lora_B.weight"].max()) < 0.25
+
+
+def test_many_outputs_are_estimated_without_bias(monkeypatch):
+    network, _, x, y, likelihood = build("resized")
+    exact = ds.Laplace(network, likelihood=likelihood, samples=2).fit_posthoc([(x, y)]).curvature[0]
+    monkeypatch.setattr("dissensus.methods.parts.last_layer.MOST_OUTPUTS", 10)
+    found = ds.Laplace(network, likelihood=likelihood, samples=2).fit_posthoc([(x, y)] * 8, data_size=B).curvature[0]
+    a, b = ((each.get_buffer("vectors") * each.eigenvalues) @ each.get_buffer("vectors").T for each in (exact, found))
+    assert float((a - b).norm() / a.norm()) < 0.2  # 8 times 64 directions, over five examples
+    assert float((a - b).norm() / a.norm()) > 1e-6
+
+
+def test_layers_that_cannot_be_chosen_are_clear_errors():
+    x, y = TOKENS.movedim(0, 1), torch.arange(T) % C
+    cases = [
+        ("fc", "expected names of layers, got fc, which match no layer; the network has base, lora_A, lora_B, head"),
+        ([], "expected a list of names of layers"),
+    ]
+    for layers, words in cases:
+        refuses(
+            lambda layers=layers: ds.Laplace(adapted().double(), layers=layers).fit_posthoc(
+                [(TOKENS, torch.arange(B) % C)]
+            ),
+            words,
+        )
+    twisted = tiny.Network(
+        lambda net, x: net.head(torch.tanh(net.body(x.movedim(0, 1))).sum(0)),
+        body=nn.Linear(6, 5),
+        head=nn.Linear(5, C),
+    ).double()
+    words = "expected layers with examples on the first axis, got 'body'"
+    refuses(lambda: ds.Laplace(twisted, layers="body", structure="full").fit_posthoc([(x, y)]), words)
+    ds.Laplace(twisted, layers="body", structure="kron", samples=2).fit_posthoc([(x, y)])
+    softmax = nn.Sequential(nn.Linear(6, C), nn.Softmax(1)).double()
+    refuses(lambda: ds.Laplace(softmax).fit_posthoc([(ROWS, torch.arange(B) % C)]), "ends? in a softmax")

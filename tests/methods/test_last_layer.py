@@ -162,7 +162,7 @@ def rows(seed=0, classes=C):
 
 
 def gathered(structure, likelihood, phi, outputs, weight):
-    sums = CurvatureSums(structure, outputs.shape[1], phi.shape[1], phi.device)
+    sums = CurvatureSums(structure, (outputs.shape[1], phi.shape[1]), phi.device)
     half = len(phi) // 2
     for part in (slice(None, half), slice(half, None)):
         sums.add(phi[part], *likelihood.curvature(outputs[part]), weight[part])
@@ -222,7 +222,7 @@ def test_whole_hessians_give_what_their_parts_do(structure, likelihood, monkeypa
     parts = gathered(structure, likelihood, phi, outputs, weight)
     a, u = likelihood.curvature(outputs)
     monkeypatch.setattr(curvatures, "CHUNK", 5 * C * D)
-    whole = CurvatureSums(structure, C, D, phi.device)
+    whole = CurvatureSums(structure, (C, D), phi.device)
     whole.add(phi, torch.diag_embed(a) - (0 if u is None else u[:, :, None] * u[:, None]), None, weight)
     for found, expected in zip(whole.sums, parts.sums, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -337,7 +337,7 @@ def test_it_stays_in_float64(curvature):
 )
 def test_a_matrix_that_is_too_large_is_refused_before_it_is_made(structure, classes, features, words):
     with pytest.raises(ValueError, match=f"expected at most 11,585 rows in a {structure} curvature.*{words}"):
-        CurvatureSums(structure, classes, features, torch.device("cpu"))
+        CurvatureSums(structure, (classes, features), torch.device("cpu"))
 
 
 def test_eigenvalues_below_zero_by_rounding_are_zero():

@@ -104,7 +104,9 @@ def test_token_models_are_fitted_in_closed_form():
 def test_segmentation_with_resized_outputs_and_an_auxiliary_head():
     segmentation = pytest.importorskip("torchvision", reason="torchvision is not installed").models.segmentation
     torch.manual_seed(0)
-    network = segmentation.deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3, aux_loss=True)
+    network = segmentation.deeplabv3_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=3, aux_loss=True
+    )
     x, y = torch.randn(2, 3, 32, 32), torch.randint(3, (2, 32, 32))
     posterior = ds.Laplace(network, samples=3).fit_posthoc([(x, y)])
     assert posterior.sampled_names() == ["classifier.4.weight", "classifier.4.bias"]

@@ -24,7 +24,7 @@ class Likelihood(nn.Module, ABC):
     parameters (learned noise) are trained with the network; each member has its own.
     """
 
-    output_axis: ClassVar[int] = 1  # of outputs: the one that the Hessians of `curvature` extend over
+    class_axis: ClassVar[int] = 1  # of outputs, over which the Hessians of `curvature` extend
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -52,13 +52,12 @@ class Laplace(SamplingPosterior):
         covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
             "joint" samples all weights together. Softmax ignores a shift of all outputs, so under "joint" a confident
             network stays nearly as confident; "rows" corresponds to the usual probit formula, which uses only the
-            outputs' variances. Several layers are always sampled jointly.
+            outputs' variances. With several layers, the weights of each are sampled together.
         prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are computed at T = 1.
-        layers: name patterns ("*lora*", or a list) of linear layers or 1×1 convolutions; None is the last layer that is called
-            and that the outputs depend on. If outputs are more than this layer's (one token of several, a resized map), or
-            layers are inner ones, G comes from backward passes: exact up to 256 outputs per example, above that estimated,
-            without bias, from 64 random directions per batch.
+        layers: name patterns ("*lora*", or a list) of linear layers or 1×1 convolutions; None is the last layer called. For
+            inner layers, and if something follows the last one (a token is selected, a map is resized), G comes from backward
+            passes: exact up to 256 outputs per example, above that an unbiased estimate from 64 random directions per batch.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
     """
@@ -71,7 +70,7 @@ class Laplace(SamplingPosterior):
     draw_attributes = ("stored", "curvature")
     samples_frozen = True
     own_statistics = (
-        False  # batch norm comes before the last layer; with other layers, its statistics stay the network's
+        False  # batch norm comes before the last layer; samples of other layers use the network's statistics
     )
     shares_unsampled = True  # the other layers are stored once for all functions of a network
     curvature: nn.ModuleList | None  # one Curvature per network and layer
@@ -201,8 +200,8 @@ class Laplace(SamplingPosterior):
         network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.
-        shares = [float((c.eigenvalues / (c.eigenvalues + c.precision)).sum()) for c in self._fitted_curvatures()]
-        effective = sum(shares) / self.particles.members
+        shares = (c.eigenvalues / (c.eigenvalues + c.precision) for c in self._fitted_curvatures())
+        effective = sum(float(share.sum()) for share in shares) / self.particles.members
         if network - fitted > LOST + 0.5 * self.posterior_temperature * effective / rows:
             log.warning(
                 "Laplace gives its own training rows a mean log-probability of %.3f, the network alone %.3f: it is too unsure, "
@@ -289,11 +288,9 @@ class Laplace(SamplingPosterior):
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
                 layers = last_layers.choose_layers(network, batch.x, self.layers)
-                each = [CurvatureSums(self.structure, *layer.mean.shape, self.device) for layer in layers]
-                wide = sum(sums.structure == "kron" for sums in each) if self.structure == "auto" else 0
-                if wide and not gathered:
-                    what = "Laplace takes structure='kron' for %d of %d layers: a full curvature would exceed 1 GiB"
-                    log.info(what, wide, len(layers))
+                each = [CurvatureSums(self.structure, layer.mean.shape, self.device) for layer in layers]
+                if self.structure == "auto" and not gathered and any(sums.structure == "kron" for sums in each):
+                    log.info("Laplace takes structure='kron' where a full curvature would exceed 1 GiB")
                 gathered.append((layers, each))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (layers, sums) in zip(members, gathered, strict=True):
@@ -342,12 +339,9 @@ class Laplace(SamplingPosterior):
             fitted, plain["layers"] = None if fitted is None else [fitted], config["layer"]
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         if fitted is not None:
-            shapes = [(posterior._layer_at(number).mean.shape, number) for number in fitted]
-            each = [
-                Curvature.blank(posterior.structure, *shape, layer=number)
-                for shape, number in shapes * posterior.particles.members
-            ]
-            posterior.curvature = nn.ModuleList(each)
+            each = ((posterior._layer_at(n).mean.shape, n) for n in fitted * posterior.particles.members)
+            blanks = (Curvature.blank(posterior.structure, *shape, layer=n) for shape, n in each)
+            posterior.curvature = nn.ModuleList(blanks)
             posterior.stored = posterior.blank_draw(config["stored"], {})
         return posterior
 

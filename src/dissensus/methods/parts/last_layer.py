@@ -17,7 +17,6 @@ Its eigenvalues λ give log determinants, evidence and samples at any prior prec
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ from dissensus.layers.conversion import convertible_layers
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
-log = logging.getLogger("dissensus")
 Structure = Literal["full", "kron", "auto"]
 Hessian = tuple[Tensor, Tensor | None]  # as of `Likelihood.curvature`
 Root = Callable[[Tensor], Tensor]  # e -> L e, L Lᵀ a Hessian
@@ -93,7 +91,7 @@ class LinearLayer:
 
 @contextmanager
 def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
-    """Context in which every call of the layers is appended to the list; gradients of the outputs can be had."""
+    """Context in which every call of the layers is appended to the list; under autograd, their outputs have gradients."""
     seen: list[Call] = []
 
     def keep(name: str, args: tuple[Any, ...], keywords: dict[str, Any], outputs: Any) -> Any:
@@ -138,7 +136,7 @@ def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] |
             break
         called.pop()  # such as an auxiliary head
     names = [name for name, _, _ in called]
-    return [_linear_layer(network, name, names) for name in ((names or [""])[-1:] if patterns is None else watched)]
+    return [_linear_layer(network, name, names) for name in (names[-1:] or [""] if patterns is None else watched)]
 
 
 def _linear_layer(network: nn.Module, name: str, called: list[str]) -> LinearLayer:
@@ -167,7 +165,7 @@ def add_batch_curvature(
             raise ValueError(f"expected layers that are called once per batch, got {got}; use separate layers")
     if not bool(outputs.isfinite().all()):
         raise ValueError("expected finite outputs, got NaN or infinity; check the network's weights")
-    counted, axis = likelihood.target_mask(y), likelihood.output_axis
+    counted, axis = likelihood.target_mask(y), likelihood.class_axis
     log_prob = likelihood.log_prob(outputs.double(), y)
     w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
     if counted is not None:
@@ -192,8 +190,7 @@ def _add_in_closed_form(
 ) -> bool:
     """Adds a batch if the network's outputs are the layer's, with its channels on that axis; returns whether they are."""
     a, u = hessian
-    diagonal = u is None and a.ndim == outputs.ndim
-    at = layer.channels if diagonal else axis  # a diagonal Hessian fits channels on any axis
+    at = layer.channels if u is None and a.ndim == outputs.ndim else axis  # diagonal Hessians fit any axis
     made = call[2].movedim(layer.channels, at)
     fits = outputs.shape in (made.shape, made.squeeze(at).shape)
     if not fits or not torch.equal(made.reshape(outputs.shape), outputs):
@@ -228,8 +225,10 @@ def _add_by_passes(
     used = [torch.zeros_like(phi[:, 0], dtype=torch.bool) for phi in features]
     for direction in gathered[0].directions(outputs):
         for sums, phi, on, g in zip(gathered, features, used, gradients(root(direction)), strict=True):
-            sums.add_gradients(phi, g, examples)
             on |= (g != 0).any(1)
+            pair = (rows.reshape(examples, -1, rows.shape[1]) for rows in (g, phi))
+            v = torch.einsum("bnc,bnd->bcd", *pair).flatten(1) if len(sums.sums) == 1 else g  # (B, C D) or (n, C)
+            sums.sums[0] += v.mT @ v
     for sums, phi, on in zip(gathered, features, used, strict=True):
         w = on.double()
         if weight is not None:
@@ -244,10 +243,9 @@ def curvature_root(a: Tensor, u: Tensor | None, axis: int, *, whole: bool) -> Ro
     if whole:
         values, vectors = eigendecompose(a.movedim(axis, -2))  # (B, ..., C), (B, ..., C, C)
         return lambda e: (vectors @ (values.sqrt() * e.movedim(axis, -1))[..., None])[..., 0].movedim(-1, axis)
+    # diag(a) − u uᵀ = diag(a)^½ (I − v vᵀ) diag(a)^½, and (I − v vᵀ)^½ = I − k v vᵀ
     d, tiny = a.sqrt(), torch.finfo(a.dtype).tiny
-    if u is None:
-        return lambda e: d * e
-    v = u / d.clamp(min=tiny)  # diag(a)^½ (I − v vᵀ) diag(a)^½, and (I − v vᵀ)^½ = I − k v vᵀ
+    v = torch.zeros_like(d) if u is None else u / d.clamp(min=tiny)
     square = v.square().sum(axis, keepdim=True).clamp(tiny, 1.0)
     k = (1 - (1 - square).sqrt()) / square
     return lambda e: d * (e - k * v * (v * e).sum(axis, keepdim=True))
@@ -288,14 +286,14 @@ def _why_not_linear(network: nn.Module, name: str, called: list[str]) -> str | N
 class CurvatureSums:
     """Sums over the examples of one pass over a loader, in float64; curvature is computed from them."""
 
-    def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
+    def __init__(self, structure: Structure, shape: Sequence[int], device: torch.device) -> None:
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, classes, features)]
+        self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, *shape)]
         self.structure: Structure = "full" if len(self.sums) == 1 else "kron"
         self.log_likelihood = torch.zeros((), **like)
         self.weight = torch.zeros((), **like)  # of the features' sum
         self.rows = torch.zeros((), **like)  # weight of all outputs that count
-        self.generator: torch.Generator | None = None
+        self.generator = torch.Generator(device).manual_seed(0)
 
     def directions(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions e of the outputs' shape with Σ e eᵀ = I for every example: unit vectors; random signs on average."""
@@ -305,20 +303,9 @@ class CurvatureSums:
                 torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:]).expand(size, *shape)
             )
             return
-        if self.generator is None:
-            self.generator = torch.Generator(device).manual_seed(0)
-            what = "Laplace estimates the curvature of %d outputs per example from %d random directions per batch"
-            log.info(what, size, RANDOM_PASSES)
         for _ in range(RANDOM_PASSES):
             signs = 2 * torch.randint(2, shape, generator=self.generator, device=device) - 1
             yield signs.double() / math.sqrt(RANDOM_PASSES)
-
-    def add_gradients(self, features: Tensor, gradients: Tensor, examples: int) -> None:
-        """Adds v vᵀ, or g gᵀ to the first factor, from features (n, D) and gradients g (n, C) of one backward pass."""
-        if self.structure == "full":
-            pair = (rows.reshape(examples, -1, rows.shape[1]) for rows in (gradients, features))
-            gradients = torch.einsum("bnc,bnd->bcd", *pair).flatten(1)  # (B, C D)
-        self.sums[0] += gradients.mT @ gradients
 
     def add(self, features: Tensor, hessian: Tensor, outer: Tensor | None, weight: Tensor) -> None:
         """Adds rows: features (n, D), weights (n,), and Hessians, full (n, C, C) or diagonal (n, C), minus outer outerᵀ."""
