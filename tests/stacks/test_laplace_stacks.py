@@ -112,3 +112,54 @@ def test_segmentation_with_resized_outputs_and_an_auxiliary_head():
     assert posterior.sampled_names() == ["classifier.4.weight", "classifier.4.bias"]
     assert posterior.predict(x).mean.shape == (2, 3, 32, 32)
     assert float(posterior.predict(x).epistemic.mean()) > 0
+
+
+def gpt2_as_linear(network):
+    """The same GPT-2 with nn.Linear in the place of transformers' Conv1D."""
+    network = copy.deepcopy(network)
+    for name, part in list(network.named_modules()):
+        if type(part).__name__ == "Conv1D":
+            linear = nn.Linear(part.nx, part.nf).to(part.weight)
+            linear.weight.data, linear.bias.data = part.weight.data.T.contiguous(), part.bias.data.clone()
+            parent, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(parent), leaf, linear)
+    return network
+
+
+LAYERED = {
+    "batch_ensemble": lambda net: ds.BatchEnsemble(net, members=2, modulation=ds.Modulation.normal(1.0, 0.3)),
+    "dropout_ensemble": lambda net: ds.DropoutEnsemble(net, members=2, rate=0.3),
+    "node_bnn": lambda net: ds.NodeBNN(net, data_size=6, samples=4),
+    "rank_one_bnn": lambda net: ds.RankOneBNN(net, data_size=6, samples=4),
+}
+
+
+@pytest.mark.parametrize("method", LAYERED)
+def test_gpt2_is_converted_as_if_its_layers_were_linear(method):
+    network, found = decoder("GPT2"), []
+    for each in (network, gpt2_as_linear(network)):
+        torch.manual_seed(3)
+        posterior = LAYERED[method](each)
+        assert sum("c_" in name for name in posterior.account.converted) >= 3
+        torch.manual_seed(4)
+        outputs = posterior.predict(X).member_means
+        if "bnn" not in method:  # the others draw anew for every prediction
+            member = posterior.member(1)(**X).logits.softmax(1)
+            torch.testing.assert_close(member.detach(), outputs[1], rtol=0, atol=1e-6)
+        found.append(outputs)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
+
+
+def test_node_bnn_of_deberta_names_the_layer_that_has_no_examples_and_works_without_it():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 16}
+    config = transformers.DebertaV2Config(**sizes, **relative, **SMALL)
+    network = transformers.DebertaV2ForSequenceClassification(config)
+    loader = [(X, Y)]
+    with pytest.raises(
+        ValueError, match=r"on the first axis of layer '.*pos_key_proj'.*exclude this layer with layers="
+    ):
+        ds.fit(ds.NodeBNN(network, data_size=6), loader, epochs=1, progress=False)
+    posterior = ds.NodeBNN(network, data_size=6, samples=4, layers=["*dense", "*value_proj", "classifier"])
+    ds.fit(posterior, loader, epochs=1, progress=False)
+    assert posterior.predict(X).mean.shape == (6, 3)
