@@ -125,7 +125,7 @@ def exact_curvature(network, names, x, y, likelihood, weight):
             else -(weight * log_prob).sum()
         )
 
-    hessian = torch.func.hessian(nll)(f).reshape(f.numel(), f.numel())
+    hessian = torch.func.jacrev(torch.func.jacrev(nll))(f).reshape(f.numel(), f.numel())
     jacobian = torch.func.jacrev(outputs)(parameters)
     layers = {}
     for name in names:
@@ -246,3 +246,17 @@ def test_layers_that_cannot_be_chosen_are_clear_errors():
     ds.Laplace(twisted, layers="body", structure="kron", samples=2).fit_posthoc([(x, y)])
     softmax = nn.Sequential(nn.Linear(6, C), nn.Softmax(1)).double()
     refuses(lambda: ds.Laplace(softmax).fit_posthoc([(ROWS, torch.arange(B) % C)]), "ends? in a softmax")
+
+
+def test_each_network_of_a_list_has_its_own_curvatures():
+    torch.manual_seed(0)
+    networks, y = [adapted().double() for _ in range(2)], torch.arange(B) % C
+    keywords = {"layers": ["lora_A", "head"], "samples": 3}
+    posterior = ds.Laplace(networks, **keywords).fit_posthoc([(TOKENS, y)])
+    alone = [ds.Laplace(network, **keywords).fit_posthoc([(TOKENS, y)]) for network in networks]
+    for name in ("lora_A.weight", "head.weight", "head.bias"):
+        torch.testing.assert_close(posterior.variance[name], torch.stack([each.variance[name] for each in alone]))
+    torch.testing.assert_close(
+        posterior.log_marginal_likelihood(), torch.stack([each.log_marginal_likelihood() for each in alone])
+    )
+    assert posterior.predict(TOKENS).member_means.shape == (6, B, C)
