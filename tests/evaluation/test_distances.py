@@ -57,6 +57,13 @@ def test_distances_of_regressions_equal_brute_force():
     assert found.effective == float(ds.metrics.effective_members_regression(posterior.predict(x).member_means, y))
 
 
+def test_text_has_no_input_gradients():
+    posterior = ds.DeepEnsemble([nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)) for _ in range(2)])
+    found = member_distances(posterior, torch.arange(10).reshape(5, 2) % 7, torch.arange(5) % 3)
+    assert math.isnan(found.gradient)
+    assert found.function > 0
+
+
 def test_linear_members_have_the_distances_of_their_weights():
     """f_m(x) = w_m · x + b_m: the gradients are the weights, whatever the input."""
     angle = 0.7

@@ -17,6 +17,7 @@ from dissensus.layers.conversion import (
     fold_layers,
     restore_plain_layers,
 )
+from dissensus.layers.factored import modulate_layer
 from dissensus.nets.blocks import NTKLinear
 from refusals import refuses
 from thinning import thinned
@@ -45,7 +46,20 @@ def tripled(network, layers=None):
     return copied, account
 
 
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, as transformers writes it: the weight is (inputs, outputs)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
 LAYERS = {
+    "transformers": (Conv1D(6, 4), (2, 3, 4)),
     "linear": (nn.Linear(4, 6), (2, 4)),
     "ntk": (NTKLinear(4, 6), (2, 4)),
     "conv1d": (nn.Conv1d(4, 6, 3, groups=2, padding="same", padding_mode="circular"), (2, 4, 8)),
@@ -498,3 +512,28 @@ def test_members_compute_what_the_ensemble_does_where_a_weight_is_read_without_a
     x = torch.randn(5, 4, dtype=torch.float64)
     for m, outputs in enumerate(posterior(x)):
         torch.testing.assert_close(posterior.member(m)(x), outputs, rtol=0, atol=1e-12)
+
+
+def test_factors_of_a_transposed_linear_layer_are_those_of_the_linear_layer():
+    torch.manual_seed(0)
+    mine, linear = Conv1D(6, 4), nn.Linear(4, 6)
+    linear.weight.data, linear.bias.data = mine.weight.data.T.contiguous(), mine.bias.data.clone()
+    x, found = torch.randn(2, 3, 4), {}
+    for name, layer in (("mine", mine), ("linear", linear)):
+        network = nn.Sequential(modulate_layer(layer, inputs=True, outputs=True, trained=False))
+        network[0].r.copy_(torch.arange(1.0, 5.0))
+        network[0].s.copy_(torch.arange(6.0, 0.0, -1.0))
+        found[name] = network(x)
+        torch.testing.assert_close(fold_layers(network)(x), found[name])
+    torch.testing.assert_close(found["mine"], found["linear"])
+
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 6, 1)
+
+
+def test_a_layer_that_has_only_the_name_is_not_taken_for_one():
+    named = type("Conv1D", (Wrapper,), {})()
+    assert list(convertible_copy(nn.Sequential(named))[1]) == ["0.conv"]

@@ -235,12 +235,6 @@ def test_a_mean_without_an_axis_and_means_at_positions_are_regressions():
     torch.testing.assert_close(at.log_marginal_likelihood(), plain.log_marginal_likelihood(), rtol=0, atol=1e-10)
 
 
-def test_classes_on_another_axis_than_the_layers_are_refused():
-    x, y = torch.randn(6, 5, 4, dtype=torch.float64), torch.randint(5, (6, 3))
-    with pytest.raises(ValueError, match=r"expected outputs \(B, C\) of the last layer '0', got \(6, 5, 3\)"):
-        Laplace(nn.Sequential(nn.Linear(4, 3)).double()).fit_posthoc([(x, y)])
-
-
 def test_a_heteroscedastic_regression_is_fitted():
     x, y = data(outputs=1)
     posterior = Laplace(nn.Linear(4, 2).double(), likelihood=ds.HeteroscedasticRegression(), samples=10)
@@ -421,9 +415,20 @@ def test_a_loaded_one_goes_on_where_it_was_saved(structure, tmp_path):
     assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
+def test_a_file_of_an_earlier_version_is_of_one_layer():
+    posterior = fitted()
+    config = posterior.config()
+    (number,) = config.pop("fitted")
+    old = {**{key: value for key, value in config.items() if key != "layers"}, "layer": "3", "fitted": number}
+    loaded = Laplace.skeleton(tiny.mlp().double(), old, ds.Classification())
+    loaded.load_state_dict(posterior.state_dict())
+    assert loaded.layers == "3"
+    assert torch.equal(loaded.variance["3.weight"], posterior.variance["3.weight"])
+
+
 def test_one_that_was_not_fitted_is_saved_and_fitted_later(tmp_path):
     torch.manual_seed(0)
-    posterior = Laplace(tiny.mlp().double(), structure="kron", samples=3, layer="3")
+    posterior = Laplace(tiny.mlp().double(), structure="kron", samples=3, layers="3")
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, tiny.mlp())
     assert loaded.config() == posterior.config()
@@ -460,7 +465,7 @@ def test_a_failed_fit_leaves_what_there_was():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"structure": "diag"}, "expected structure of full, kron"),
+        ({"structure": "diag"}, "expected structure of full, kron, auto"),
         ({"covariance": "diagonal"}, "expected covariance of rows, joint"),
         ({"prior_precision": 0.0}, "expected prior_precision above 0"),
         ({"prior_precision": math.nan}, "expected prior_precision above 0"),
@@ -473,17 +478,6 @@ def test_settings_that_mean_nothing_are_refused(keywords, words):
     refuses(lambda: Laplace(tiny.mlp(), **keywords), words, (ValueError, TypeError))
 
 
-def test_something_done_to_the_outputs_is_seen_in_any_batch():
-    network = nn.Sequential(nn.Linear(4, 3).double(), nn.ReLU())
-    network[0].weight.data.zero_()
-    network[0].weight.data[0, 0] = 1.0
-    network[0].bias.data.zero_()
-    x = torch.zeros(6, 4, dtype=torch.float64)
-    y = torch.arange(6) % 3
-    with pytest.raises(ValueError, match="expected a network that returns the outputs of its last layer '0'"):
-        Laplace(network).fit_posthoc([(x + 1, y), (x - 1, y)])  # the first batch passes a ReLU unchanged
-
-
 class Ending(nn.Module):
     """A last layer, called in one way or another, and something done afterwards."""
 
@@ -494,8 +488,6 @@ class Ending(nn.Module):
     def forward(self, x):
         hidden = torch.tanh(self.first(x))
         outputs = self.head(input=hidden) if self.ending == "keyword" else self.head(hidden)
-        if self.ending == "outputs":
-            outputs /= 4
         if self.ending == "features":
             hidden.zero_()
         return outputs
@@ -520,12 +512,11 @@ def test_a_batch_that_passes_the_last_layer_twice_or_not_at_all_is_seen(times):
             return self.last(F.pad(self.last(x), (0, 1))) if times else self.first(x)[:, :3]
 
     x, y = tiny.points(24)
-    with pytest.raises(ValueError, match=f"that is called once per batch, got 'last' called {times} times"):
+    with pytest.raises(ValueError, match=f"that are called once per batch, got 'last' called {times} times"):
         Laplace(Other().double(), samples=2).fit_posthoc([(x[:20], y[:20]), (x[20:], y[20:])])
 
 
-def test_what_is_done_to_the_outputs_in_place_is_seen_and_to_the_features_may_be():
-    refuses(lambda: ending("outputs"), "expected a network that returns the outputs of its last layer 'head'")
+def test_what_is_done_to_the_features_in_place_changes_nothing():
     for kind in ("features", "keyword"):
         torch.testing.assert_close(ending(kind), ending("plain"))
 
@@ -537,10 +528,17 @@ def test_outputs_that_are_not_finite_are_an_error():
         Laplace(network).fit_posthoc([(100 * tiny.points()[0], tiny.points()[1])])
 
 
-def test_a_layer_too_wide_for_the_whole_matrix_says_what_to_do():
-    network = nn.Linear(1500, 8)
-    refuses(lambda: Laplace(network).fit_posthoc([(torch.randn(5, 1500), torch.arange(5))]), 'structure="kron"')
-    Laplace(network, structure="kron", samples=2).fit_posthoc([(torch.randn(5, 1500), torch.arange(5))])
+def test_a_layer_too_wide_for_the_whole_matrix_gets_a_product(caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr("dissensus.methods.parts.last_layer.LARGEST", 8 * 100**2)
+    network = nn.Linear(15, 8)  # 128 weights
+    loader = [(torch.randn(5, 15), torch.arange(5))]
+    refuses(lambda: Laplace(network, structure="full").fit_posthoc(loader), 'structure="kron"')
+    caplog.set_level("INFO", "dissensus")
+    posterior = Laplace(network, samples=2).fit_posthoc(loader)
+    assert posterior.curvature[0].structure == "kron"
+    assert caplog.text.count("structure='kron' where a full curvature would exceed 1 GiB") == 1
+    ds.save(posterior, tmp_path)
+    assert ds.load(tmp_path, network).curvature[0].structure == "kron"
 
 
 @pytest.mark.parametrize("covariance", ["rows", "joint"])

@@ -759,3 +759,18 @@ def test_what_is_saved_is_loaded_with_its_family_and_start(tmp_path):
 def test_settings_that_make_no_sense_are_clear_errors(keywords, message):
     with pytest.raises(ValueError, match=message):
         build_rank_one(**keywords)
+
+
+def test_training_that_ruins_the_network_it_started_from_is_said_with_the_numbers(caplog):
+    torch.manual_seed(0)
+    network, (x, y) = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), tiny.points(24)
+    x = x.float()
+    ds.fit(ds.MAP(network), [(x, y)], epochs=20, progress=False)
+    before = float(nn.functional.cross_entropy(network.eval()(x), y).detach())
+    for rate, ruined in ((1e-4, False), (10.0, True)):
+        caplog.clear()
+        posterior = ds.NodeBNN.of_trained(network, data_size=24, lr=None, samples=8)
+        optimizer = torch.optim.SGD(posterior.parameter_groups(rate), lr=rate)
+        ds.fit(posterior, [(x, y)], optimizer=optimizer, epochs=3, progress=False)
+        assert (f"loss of the first batch: {before:.3f} before training with latents" in caplog.text) == ruined
+    assert "train the network longer first" in caplog.text

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ class Likelihood(nn.Module, ABC):
     Outputs are those of one member, (B, ...), without a member axis: the library repeats the likelihood over members. Its
     parameters (learned noise) are trained with the network; each member has its own.
     """
+
+    class_axis: ClassVar[int] = 1  # of outputs, over which the Hessians of `curvature` extend
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -6,11 +6,13 @@ dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the
 """
 
 import copy
+from abc import ABC
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+from inspect import signature
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
@@ -41,7 +43,18 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
+class TransposedLinear(nn.Module, ABC):
+    """Linear layers x W, with a weight (inputs, outputs): Conv1D of GPT-2 in transformers, known by name and arguments."""
+
+    nx: int
+    nf: int
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return any(each.__name__ == "Conv1D" and {"nf", "nx"} <= {*signature(each).parameters} for each in kind.__mro__)
+
+
+DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear, TransposedLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
@@ -90,7 +103,7 @@ def convertible_layers(
 ) -> tuple[dict[str, nn.Module], ConversionReport]:
     """(name -> layer that can be converted, an account of the others). All methods convert by this rule.
 
-    Convertible are linear and (transposed, grouped) convolutional layers and `NTKLinear`, at any depth, in the order in which
+    Convertible are linear layers, GPT-2's `Conv1D` and (transposed, grouped) convolutions, at any depth, in the order in which
     modules are registered. A layer with several names is listed once. `layers`: name patterns with wildcards ("encoder.*");
     None is all. `needed`: whether to raise if there are none.
     """
@@ -215,6 +228,7 @@ def _fault_of_layer(part: nn.Module) -> str | None:
     """Why a layer of a type that can be converted cannot be; None if it can."""
     kind = next(each for each in CONVERTIBLE if isinstance(part, each))
     names, mine = ("forward", "_conv_forward"), type(part)
+    kind = mine if kind is TransposedLinear else kind
     if any(getattr(mine, name, None) is not getattr(kind, name, None) or name in vars(part) for name in names):
         return f"{type(part).__name__} has its own forward"
     if not isinstance(part._parameters.get("weight"), Tensor):

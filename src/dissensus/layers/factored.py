@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer, convert_layer
+from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer, TransposedLinear, convert_layer
 from dissensus.utils.torch_private import is_transformed
 
 
@@ -167,6 +167,8 @@ class FactoredLayer(ConvertedLayer):
 
 def features(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer, channels of a convolution."""
+    if isinstance(layer, TransposedLinear):
+        return layer.nx, layer.nf
     kind = "features" if isinstance(layer, DENSE) else "channels"
     return getattr(layer, f"in_{kind}"), getattr(layer, f"out_{kind}")
 
@@ -179,9 +181,9 @@ def can_take_kernel(layer: nn.Module) -> bool:
 def folded_kernel(layer: Any, factors: Factors) -> Kernel:
     """Weight and bias of a plain layer equal to this layer with these factors, each (C,)."""
     before, scalar, behind = factors
-    weight, bias, transposed = layer.weight, layer.bias, isinstance(layer, TRANSPOSED)
+    weight, bias, transposed = layer.weight, layer.bias, isinstance(layer, (*TRANSPOSED, TransposedLinear))
     groups, space = getattr(layer, "groups", 1), [1] * (weight.ndim - 2)
-    # Rows are outputs, except in transposed convolutions, where they are inputs; columns count within their group.
+    # Rows are outputs, except in transposed convolutions and Conv1D, where they are inputs; columns count within their group.
     for each, rows in ((before, transposed), (behind, not transposed)):
         if each is not None and rows:
             weight = weight * each.reshape(-1, 1, *space)

@@ -1,4 +1,4 @@
-"""Laplace: a Gaussian over the last layer of a trained network, without further training.
+"""Laplace: a Gaussian over the last layer of a trained network, or other layers, without further training.
 
 MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 1992.
 Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurIPS 2021.
@@ -7,7 +7,7 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any, Literal, Self, Unpack, final, get_args
 
@@ -24,14 +24,8 @@ from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
 from dissensus.methods.parts import last_layer as last_layers
-from dissensus.methods.parts.last_layer import (
-    Curvature,
-    CurvatureSums,
-    LastLayer,
-    Precision,
-    Structure,
-)
-from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior, stack_networks
+from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
+from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -45,22 +39,25 @@ NUMBERS = 2**24  # outputs that are looked at after a fit
 
 @final
 class Laplace(SamplingPosterior):
-    """A Gaussian over the last layer of a trained network, from the curvature of the loss.
+    """A Gaussian over the last layer of a trained network, or over chosen layers, from the curvature of the loss.
 
-    W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
+    W ~ N(W*, T (G + δ)⁻¹) for the layers' weights and biases, with G the Gauss–Newton matrix of the data at W*.
     `fit_posthoc(loader)` computes G in one pass over the data and stores a draw; `fit` first trains the network as MAP
-    does and then calls it. The layers before the last one run once for all samples.
+    does and then calls it. The layers before the first sampled one run once for all samples.
 
     Args:
         networks: one module, not copied, or a list of M, each with its own Gaussian.
-        structure: "full" keeps all of G; "kron" approximates it by a Kronecker product, for wide layers.
+        structure: "full" keeps all of a layer's G; "kron" approximates it by a Kronecker product, for wide layers; "auto" is
+            "full" for up to 11,585 weights (1 GiB), above that "kron", with a line in the log. Layers are independent.
         covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
             "joint" samples all weights together. Softmax ignores a shift of all outputs, so under "joint" a confident
             network stays nearly as confident; "rows" corresponds to the usual probit formula, which uses only the
-            outputs' variances.
+            outputs' variances. With several layers, the weights of each are sampled together.
         prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are computed at T = 1.
-        layer: the name of the last layer, a linear one or a 1×1 convolution; None finds it by running the network.
+        layers: name patterns ("*lora*", or a list) of linear layers or 1×1 convolutions; None is the last layer called. For
+            inner layers, and if something follows the last one (a token is selected, a map is resized), G comes from backward
+            passes: exact up to 256 outputs per example, above that an unbiased estimate from 64 random directions per batch.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
     """
@@ -68,23 +65,25 @@ class Laplace(SamplingPosterior):
     name = "laplace"
     draw_only_settings = (
         *SamplingPosterior.draw_only_settings,
-        *("structure", "covariance", "prior_precision", "posterior_temperature", "layer", "fitted"),
+        *("structure", "covariance", "prior_precision", "posterior_temperature", "layers", "fitted"),
     )
     draw_attributes = ("stored", "curvature")
     samples_frozen = True
-    own_statistics = False  # batch norm comes before the last layer, so samples do not change its statistics
-    shares_unsampled = True  # the layers before the last one are stored once for all functions of a network
-    curvature: nn.ModuleList | None  # one Curvature per network
+    own_statistics = (
+        False  # batch norm comes before the last layer; samples of other layers use the network's statistics
+    )
+    shares_unsampled = True  # the other layers are stored once for all functions of a network
+    curvature: nn.ModuleList | None  # one Curvature per network and layer
 
     def __init__(
         self,
         networks: Networks,
         *,
-        structure: Structure = "full",
+        structure: Structure = "auto",
         covariance: Literal["rows", "joint"] = "rows",
         prior_precision: Precision = "marginal_likelihood",
         posterior_temperature: float = 1.0,
-        layer: str | None = None,
+        layers: str | Sequence[str] | None = None,
         samples: int = 300,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
@@ -93,11 +92,11 @@ class Laplace(SamplingPosterior):
             advice = "train with class_weights and MAP, then pass the network with Classification()"
             raise ValueError(f"expected a likelihood without class_weights, got some; {advice}")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.structure: Structure = one_of("structure", structure, get_args(Structure))
+        self.structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
         self.prior_precision = last_layers.check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
-        self.layer = layer
+        self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
         self.curvature = None
         self._by_held_out = False  # whether held-out rows chose the prior precision
 
@@ -124,10 +123,9 @@ class Laplace(SamplingPosterior):
         self._known.warn_once(noise_warning(self.particles))  # curvature and evidence depend on the noise
         with inference_context(self):
             curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
-        for each in curvature:
-            each.precision.fill_(last_layers.resolve_precision(self.prior_precision, each))
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
+            self._set_precision(self.prior_precision)
             self.stored = self.sample_families()
             if held_out is not None:
                 self._scale_precision(held_out)
@@ -152,11 +150,16 @@ class Laplace(SamplingPosterior):
     def use_prior_precision(self, prior_precision: Precision) -> None:
         """Replaces the stored draw, without data, by one with this prior precision: a number, or "marginal_likelihood"."""
         last_layers.check_precision(prior_precision)
-        for curvature in self._fitted_curvatures():
-            curvature.precision.fill_(last_layers.resolve_precision(prior_precision, curvature))
+        self._set_precision(prior_precision)
         self.prior_precision = prior_precision
         self._redraw()
         self.uncalibrate("another prior precision")
+
+    def _set_precision(self, prior_precision: Precision) -> None:
+        for mine in self._curvatures_by_network():
+            found = last_layers.resolve_precision(prior_precision, mine)
+            for curvature in mine:
+                curvature.precision.fill_(found)
 
     def _redraw(self) -> None:
         """Replaces the stored draw by one with the present prior precisions."""
@@ -197,8 +200,8 @@ class Laplace(SamplingPosterior):
         network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.
-        shares = [c.eigenvalues / (c.eigenvalues + c.precision) for c in self._fitted_curvatures()]
-        effective = fmean(float(share.sum()) for share in shares)
+        shares = (c.eigenvalues / (c.eigenvalues + c.precision) for c in self._fitted_curvatures())
+        effective = sum(float(share.sum()) for share in shares) / self.particles.members
         if network - fitted > LOST + 0.5 * self.posterior_temperature * effective / rows:
             log.warning(
                 "Laplace gives its own training rows a mean log-probability of %.3f, the network alone %.3f: it is too unsure, "
@@ -231,49 +234,52 @@ class Laplace(SamplingPosterior):
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)
-        curvatures = self._fitted_curvatures()
-        given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
-        each = [
-            c.log_marginal_likelihood(torch.as_tensor(precision).to(c.precision))
-            for c, precision in zip(curvatures, given, strict=True)
-        ]
+
+        def evidence(one: Curvature) -> Tensor:  # of several layers, the first has the log-likelihood
+            precision = one.precision if prior_precision is None else torch.as_tensor(prior_precision).to(one.precision)
+            return one.log_marginal_likelihood(precision)
+
+        each = [torch.stack([evidence(one) for one in mine]).sum() for mine in self._curvatures_by_network()]
         return torch.stack(each) if self.built_with.own else each[0]
 
     @property
     def mean(self) -> Tensors:
-        """Name -> mean of the last layer's weight or bias; (M, ...) for a list of networks."""
-        means = torch.stack([curvature.mean for curvature in self._fitted_curvatures()])
-        return self.public_tensors(self._fitted_layer().tensors(means))
+        """Name -> mean of a sampled weight or bias; (M, ...) for a list of networks."""
+        return self.public_tensors(self._map_curvatures(lambda curvature: curvature.mean))
 
     @property
     def variance(self) -> Tensors:
-        """Name -> marginal variance of the last layer's weight or bias; (M, ...) for a list of networks."""
-        variances = self.posterior_temperature * torch.stack([each.variance() for each in self._fitted_curvatures()])
-        return self.public_tensors(self._fitted_layer().tensors(variances))
+        """Name -> marginal variance of a sampled weight or bias; (M, ...) for a list of networks."""
+        found = self._map_curvatures(lambda curvature: self.posterior_temperature * curvature.variance())
+        return self.public_tensors(found)
 
     def sampled_names(self) -> list[str]:
-        return [] if self.curvature is None else list(self._fitted_layer().parameters)
+        return [] if self.curvature is None else [name for layer in self._fitted_layers() for name in layer.parameters]
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        curvatures, last = self._fitted_curvatures(), self._fitted_layer()
+        rows = self.covariance == "rows" and len(self._fitted_layers()) == 1
 
-        def around(m: int) -> Tensors:
-            mean = curvatures[m].mean
-            noise = torch.randn(samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-            one = curvatures[m]
-            deviations = one.sample_joint(noise) if self.covariance == "joint" else one.sample_rows(noise)
-            return last.tensors(mean + math.sqrt(self.posterior_temperature) * deviations)
+        def around(one: Curvature) -> Tensor:
+            noise = torch.randn(samples, *one.mean.shape, dtype=one.mean.dtype, device=self.device, generator=generator)
+            deviations = one.sample_rows(noise) if rows else one.sample_joint(noise)
+            return one.mean + math.sqrt(self.posterior_temperature) * deviations
 
-        return stack_networks(around, self.particles.members)
+        return self._map_curvatures(around)
+
+    def _map_curvatures(self, function: Callable[[Curvature], Tensor]) -> Tensors:
+        """Name -> (M, ...) tensors from a matrix of weights for every curvature."""
+        found: Tensors = {}
+        for layer, mine in zip(self._fitted_layers(), zip(*self._curvatures_by_network(), strict=True), strict=True):
+            found |= layer.tensors(torch.stack([function(one) for one in mine]))
+        return found
 
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
         """(curvature of each network for `data_size` examples, first batch, number of examples); no precision is chosen yet."""
         particles = self.particles
-        held = not self.built_with.own
         members = [(self.network, self.likelihood)]
-        if not held:
+        if self.built_with.own:
             members = [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
-        gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
+        gathered: list[tuple[list[LinearLayer], list[CurvatureSums]]] = []
         seen, first = 0.0, None
         for given in self.read(loader, anywhere=True):
             if given.size == 0:
@@ -281,33 +287,40 @@ class Laplace(SamplingPosterior):
             batch = self.prepare_batch(given)
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
-                last = last_layers.last_layer(network, batch.x, self.layer)
-                mean = last.matrix(last.parameters).detach()
-                gathered.append((CurvatureSums(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
+                layers = last_layers.choose_layers(network, batch.x, self.layers)
+                each = [CurvatureSums(self.structure, layer.mean.shape, self.device) for layer in layers]
+                if self.structure == "auto" and not gathered and any(sums.structure == "kron" for sums in each):
+                    log.info("Laplace takes structure='kron' where a full curvature would exceed 1 GiB")
+                gathered.append((layers, each))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
-            for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
-                last_layers.add_batch_curvature(sums, network, likelihood, last, batch)
-        if first is None or not bool(gathered[0][0].weight > 0):
+            for (network, likelihood), (layers, sums) in zip(members, gathered, strict=True):
+                last_layers.add_batch_curvature(sums, network, likelihood, layers, batch)
+        if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
-            for sums, _, _ in gathered:
-                torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
+            for one in (one for _, sums in gathered for one in sums):
+                torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], data_size / seen)
         curvatures = [
-            Curvature.from_sums(sums, mean, layer=list(network.modules()).index(last.layer))
-            for (network, _), (sums, last, mean) in zip(members, gathered, strict=True)
+            Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer))
+            for (network, _), (layers, sums) in zip(members, gathered, strict=True)
+            for layer, one in zip(layers, sums, strict=True)
         ]
-        return curvatures, first, float(gathered[0][0].weight)
+        return curvatures, first, float(gathered[0][1][0].rows)
 
-    def _fitted_layer(self) -> LastLayer:
-        return self._layer_at(int(self._fitted_curvatures()[0].layer))
+    def _fitted_layers(self) -> list[LinearLayer]:
+        return [self._layer_at(int(curvature.layer)) for curvature in self._curvatures_by_network()[0]]
 
-    def _layer_at(self, number: int) -> LastLayer:
+    def _layer_at(self, number: int) -> LinearLayer:
         """Module number `number` with the first network's parameters (a stack's template has empty ones)."""
         name, layer = list(self.network.named_modules())[number]
         one = self.built_with.first_member()
-        under = f"{name}." if name else ""
-        names = [f"{under}{k}" for k, _ in layer.named_parameters(recurse=False)]
-        return LastLayer(name, layer, {k: one[k] for k in names})
+        return LinearLayer(name, layer, {k: one[k] for k in last_layers.parameter_names(name, layer)})
+
+    def _curvatures_by_network(self) -> list[list[Curvature]]:
+        """The curvatures of each network, one per layer."""
+        each = self._fitted_curvatures()
+        layers = len(each) // self.particles.members
+        return [each[start : start + layers] for start in range(0, len(each), layers)]
 
     def _fitted_curvatures(self) -> list[Curvature]:
         if self.curvature is None:
@@ -315,18 +328,19 @@ class Laplace(SamplingPosterior):
         return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
-        fitted = None if self.curvature is None else int(self._fitted_curvatures()[0].layer)
+        fitted = None if self.curvature is None else [int(c.layer) for c in self._curvatures_by_network()[0]]
         return {**super().config(), "fitted": fitted}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         fitted = config["fitted"]
-        plain = {key: value for key, value in config.items() if key != "fitted"}
+        plain = {key: value for key, value in config.items() if key not in ("fitted", "layer")}
+        if "layer" in config:  # files of earlier versions, of one layer
+            fitted, plain["layers"] = None if fitted is None else [fitted], config["layer"]
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         if fitted is not None:
-            last, members = posterior._layer_at(fitted), posterior.particles.members
-            shape = last.matrix(last.parameters).shape
-            blanks = (Curvature.blank(posterior.structure, *shape, layer=fitted) for _ in range(members))
+            each = ((posterior._layer_at(n).mean.shape, n) for n in fitted * posterior.particles.members)
+            blanks = (Curvature.blank(posterior.structure, *shape, layer=n) for shape, n in each)
             posterior.curvature = nn.ModuleList(blanks)
             posterior.stored = posterior.blank_draw(config["stored"], {})
         return posterior

@@ -131,13 +131,15 @@ class NodeBNN(NodePosterior):
         """A trained network made Bayesian by one recipe for all of them: `of_trained_settings`, then ten epochs of `ds.fit`.
 
             posterior = ds.NodeBNN.of_trained(network, data_size=len(training_set))
-            ds.fit(posterior, loader, epochs=10)
+            ds.fit(posterior, loader, epochs=10)  # warns if this makes the first batch less likely
 
         Args:
             networks, data_size: as of the class.
             settings: of the class, in place of those of the recipe.
         """
-        return cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
+        posterior = cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
+        posterior.from_trained = True
+        return posterior
 
     def default_optimizer(self) -> Optimizer:
         """As of `Posterior`; with `lr="curvature"` SGD with momentum 0.9, whose rates are relative until `fit` has begun."""

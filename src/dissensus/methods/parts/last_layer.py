@@ -1,9 +1,14 @@
-"""The last layer of a network, the linear layer whose output is the network's output, and its Gauss–Newton curvature.
+"""Linear layers of a network, by default its last one, and the Gauss–Newton curvature of the loss in their weights.
 
 With outputs f = W φ (a bias is a feature that is 1), −log p(y | f) has a Hessian H in f, and
 
     G = Σ_n w_n H_n ⊗ φ_n φ_nᵀ            full: exact, (C D)² numbers
     G ≈ (Σ w_n H_n) ⊗ (Σ w_n φ_n φ_nᵀ) / Σ w_n      Kronecker-factored: C² + D²
+
+For inner layers, and if something follows the last one (a token is selected, a map is resized), backward passes give
+g = Jᵀ L e at every position, with J the Jacobian of f in the layer's outputs, H = L Lᵀ, and unit vectors e:
+
+    G = Σ v vᵀ, v = Σ_positions g ⊗ φ    or    G ≈ (Σ g gᵀ) ⊗ (Σ w φ φᵀ) / Σ w over positions with g ≠ 0
 
 Its eigenvalues λ give log determinants, evidence and samples at any prior precision δ:
 
@@ -23,19 +28,24 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.likelihood import Likelihood, Regression, expand_weight
+from dissensus.core.likelihood import Likelihood, expand_weight
+from dissensus.layers.conversion import convertible_layers
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
-Structure = Literal["full", "kron"]
+Structure = Literal["full", "kron", "auto"]
+Hessian = tuple[Tensor, Tensor | None]  # as of `Likelihood.curvature`
+Root = Callable[[Tensor], Tensor]  # e -> L e, L Lᵀ a Hessian
+Call = tuple[str, Any, Any]  # name of a layer, its features, its outputs; None where it does not return a tensor
 Precision = float | Literal["marginal_likelihood"]
 LARGEST = 2**30  # bytes of one matrix in float64; its eigenvectors take as much again
 CHUNK = 2**22  # float64 numbers processed at once when summing over rows
+MOST_OUTPUTS, RANDOM_PASSES = 256, 64  # backward passes: one per output of an example, above so many along random signs
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
-class LastLayer:
+class LinearLayer:
     """A linear layer and its name: outputs = W features + b, at every position for a 1×1 convolution."""
 
     name: str
@@ -46,6 +56,11 @@ class LastLayer:
     def channels(self) -> int:
         """The axis of features and outputs that the layer mixes."""
         return 1 if isinstance(self.layer, CONVOLUTIONS) else -1
+
+    @property
+    def mean(self) -> Tensor:
+        """(C, D) the layer's own weights and biases."""
+        return self.matrix(self.parameters).detach()
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
         """(..., C, D) weights and biases side by side in float64, from tensors named like `parameters`."""
@@ -74,90 +89,166 @@ class LastLayer:
         return torch.cat([found, torch.ones_like(found[:, :1])], dim=1) if len(self.parameters) == 2 else found
 
 
-def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLayer:
-    """The layer of that name, or the last linear layer called for x; raises if the network's outputs are not its outputs."""
-    layers = dict(network.named_modules())
-    if name is not None and name not in layers:
-        one_of("layer", name, [each for each in layers if _is_linear(layers[each])])
-    called: list[str] = []
-
-    def note(each: str) -> None:
-        # A module that contains a called layer does not count as a layer, even if it has weights (a vision transformer has a
-        # class token). `check_outputs` finds out if it changes the layer's outputs.
-        around = any(inner != each and inner.startswith(f"{each}." if each else "") for inner in called)
-        # A parametrised layer contains called modules, too.
-        if not around or isinstance(layers[each], (nn.Linear, *CONVOLUTIONS)):
-            called.append(each)
-
-    watched = [each for each, layer in layers.items() if (_multiplies_weights(layer) if name is None else each == name)]
-    handles = [layers[each].register_forward_hook(lambda *_, each=each: note(each)) for each in watched]
-    try:
-        batches.call_network(network, x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = called[-1] if called else name or ""
-    if fault := _why_not_last(network, found, called):
-        raise ValueError(f"expected outputs linear in the last layer's weights, got {fault}, or name another: layer=")
-    under = f"{found}." if found else ""
-    own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
-    return LastLayer(found, layers[found], own)
-
-
 @contextmanager
-def record_calls(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Context in which copies of (features, outputs) of every call of the layer are appended to the list."""
-    seen: list[tuple[Tensor, Tensor]] = []
+def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
+    """Context in which every call of the layers is appended to the list; under autograd, their outputs have gradients."""
+    seen: list[Call] = []
 
-    def keep(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor], outputs: Tensor) -> None:
-        features = [*args, *keywords.values()][0]
-        seen.append((features.clone(), outputs.clone()))  # the network may write into both afterwards
+    def keep(name: str, args: tuple[Any, ...], keywords: dict[str, Any], outputs: Any) -> Any:
+        if not isinstance(outputs, Tensor):
+            seen.append((name, None, None))
+            return outputs
+        features = next((given.clone() for given in [*args, *keywords.values()] if isinstance(given, Tensor)), None)
+        if torch.is_grad_enabled() and not outputs.requires_grad:
+            outputs.requires_grad_()
+        seen.append((name, features, outputs))
+        return outputs.clone()  # the network may write into both afterwards
 
-    handle = last.layer.register_forward_hook(keep, with_kwargs=True)
+    handles = [
+        layer.register_forward_hook(lambda _, *call, name=name: keep(name, *call), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
     try:
         yield seen
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] | None = None) -> list[LinearLayer]:
+    """The layers with these names, or, without patterns, the last layer called for x that the outputs depend on."""
+    modules = dict(network.named_modules())
+    watched = {name: layer for name, layer in modules.items() if _multiplies_weights(layer)}
+    if patterns is not None:
+        watched, _ = convertible_layers(network, layers=[patterns] if isinstance(patterns, str) else patterns)
+    with torch.enable_grad(), record_calls(watched) as seen:
+        outputs = batches.call_network(network, x)
+    called: list[Call] = []
+    for name, *tensors in seen:
+        # A module that contains a called layer does not count as a layer, even if it has weights (a vision transformer has a
+        # class token). A parametrised layer contains called modules, too.
+        around = any(inner != name and inner.startswith(f"{name}." if name else "") for inner, _, _ in called)
+        if not around or isinstance(modules[name], (nn.Linear, *CONVOLUTIONS)):
+            called.append((name, *tensors))
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    while patterns is None and called and outputs.requires_grad and isinstance(called[-1][2], Tensor):
+        if torch.autograd.grad(outputs, called[-1][2], torch.ones_like(outputs), **how)[0] is not None:
+            break
+        called.pop()  # such as an auxiliary head
+    names = [name for name, _, _ in called]
+    return [_linear_layer(network, name, names) for name in (names[-1:] or [""] if patterns is None else watched)]
+
+
+def _linear_layer(network: nn.Module, name: str, called: list[str]) -> LinearLayer:
+    """The layer of that name; raises if its weights cannot be sampled."""
+    if fault := _why_not_linear(network, name, called):
+        raise ValueError(f"expected outputs linear in the layer's weights, got {fault}, or choose others: layers=")
+    layer = network.get_submodule(name)
+    return LinearLayer(name, layer, {key: network.get_parameter(key) for key in parameter_names(name, layer)})
+
+
+def parameter_names(name: str, layer: nn.Module) -> list[str]:
+    """Names in the network of the parameters of a layer of that name."""
+    return [f"{name}.{key}" if name else key for key, _ in layer.named_parameters(recurse=False)]
 
 
 def add_batch_curvature(
-    gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch
+    gathered: list[CurvatureSums], network: nn.Module, likelihood: Likelihood, layers: list[LinearLayer], batch: Batch
 ) -> None:
-    """Adds the curvature of one batch for one network to the sums."""
+    """Adds the curvature of one batch for one network to the sums of each layer; the first one has the log-likelihood."""
     x, y, weight = batch
-    with record_calls(last) as seen, batches.UnchangedInputs(x):
+    with record_calls({layer.name: layer.layer for layer in layers}) as seen, batches.UnchangedInputs(x):
         outputs = batches.call_network(network, x)
-    if len(seen) != 1:  # the layer was found with the first batch
-        got = f"'{last.name}' called {len(seen)} times"
-        raise ValueError(f"expected a last layer that is called once per batch, got {got}; use separate layers")
-    features, made = seen[0]
+    for layer in layers:  # they were found with the first batch
+        if (times := [name for name, _, _ in seen].count(layer.name)) != 1:
+            got = f"'{layer.name}' called {times} times"
+            raise ValueError(f"expected layers that are called once per batch, got {got}; use separate layers")
     if not bool(outputs.isfinite().all()):
         raise ValueError("expected finite outputs, got NaN or infinity; check the network's weights")
-    check_outputs(last, made, outputs)
-    if last.channels == -1 and made.ndim > 2 and type(likelihood).curvature is not Regression.curvature:
-        got = f"{tuple(made.shape)}; for outputs at several positions, use a 1×1 convolution"
-        raise ValueError(f"expected outputs (B, C) of the last layer '{last.name}', got {got}")
-    counted = likelihood.target_mask(y)
+    counted, axis = likelihood.target_mask(y), likelihood.class_axis
     log_prob = likelihood.log_prob(outputs.double(), y)
     w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
     if counted is not None:
         w = w * counted
-    gathered.log_likelihood += (w * log_prob).sum()
-    positions = made.select(last.channels, 0)  # (B, ...)
-    w = w.reshape(*w.shape, *[1] * (positions.ndim - w.ndim)).expand_as(positions)
-    a, u = likelihood.curvature(outputs.double(), y)
-    more = a.shape[outputs.ndim :]  # (C,) of whole Hessians, () of diagonals
-    hessian = last.rows(a.reshape(*made.shape, *more)).reshape(positions.numel(), *more, -1)
-    outer = None if u is None else last.rows(u.reshape(made.shape))
-    gathered.add(last.inputs(features), hessian, outer, w.reshape(-1).double())
+    gathered[0].log_likelihood += (w * log_prob).sum()
+    hessian = likelihood.curvature(outputs.double(), y)
+    w = w.unsqueeze(axis) if w.ndim == outputs.ndim - 1 else w
+    w = w.reshape(*w.shape, *[1] * (outputs.ndim - w.ndim)).expand_as(outputs).double()
+    gathered[0].rows += w.select(axis, 0).sum() if outputs.ndim > 1 else w.sum()
+    if len(layers) == 1 and _add_in_closed_form(gathered[0], layers[0], seen[0], w, outputs, hessian, axis):
+        return
+    if warning := likelihood.output_warning(outputs):  # a softmax at the end
+        raise ValueError(warning)
+    with torch.enable_grad(), record_calls({layer.name: layer.layer for layer in layers}) as seen:
+        outputs = batches.call_network(network, x)
+    root = curvature_root(*hessian, axis, whole=hessian[0].ndim > outputs.ndim)
+    _add_by_passes(gathered, layers, seen, outputs, lambda e: w.sqrt() * root(e), weight)
 
 
-def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
-    """Raises if the network's outputs differ from the layer's (axes of length one may be dropped)."""
-    same = made.shape == outputs.shape or made.squeeze(last.channels).shape == outputs.shape
-    if not same or not torch.equal(made.reshape(outputs.shape), outputs):
-        got = "others; remove what changes them (a softmax belongs to the likelihood), or name the right layer: layer="
-        raise ValueError(f"expected a network that returns the outputs of its last layer '{last.name}', got {got}")
+def _add_in_closed_form(
+    sums: CurvatureSums, layer: LinearLayer, call: Call, w: Tensor, outputs: Tensor, hessian: Hessian, axis: int
+) -> bool:
+    """Adds a batch if the network's outputs are the layer's, with its channels on that axis; returns whether they are."""
+    a, u = hessian
+    at = layer.channels if u is None and a.ndim == outputs.ndim else axis  # diagonal Hessians fit any axis
+    made = call[2].movedim(layer.channels, at)
+    fits = outputs.shape in (made.shape, made.squeeze(at).shape)
+    if not fits or not torch.equal(made.reshape(outputs.shape), outputs):
+        return False
+
+    def rows(tensor: Tensor) -> Tensor:  # (n, C), or (n, C, C) of whole Hessians
+        more = tensor.shape[outputs.ndim :]
+        return tensor.reshape(*made.shape, *more).movedim(at, made.ndim - 1).reshape(-1, made.shape[at], *more)
+
+    sums.add(layer.inputs(call[1]), rows(a), None if u is None else rows(u), rows(w)[:, 0])
+    return True
+
+
+def _add_by_passes(
+    gathered: list[CurvatureSums], layers: list[LinearLayer], seen: list[Call], outputs: Tensor, root: Root, weight: Any
+) -> None:
+    """Adds Σ v vᵀ of a batch to full sums, the two factors of each layer to Kronecker-factored ones."""
+    calls, examples = {name: tensors for name, *tensors in seen}, len(outputs)
+    features = [layer.inputs(calls[layer.name][0]) for layer in layers]  # (n, D) each
+
+    def gradients(given: Tensor) -> list[Tensor]:  # (n, C) for each layer
+        made, how = [calls[layer.name][1] for layer in layers], {"allow_unused": True, "materialize_grads": True}
+        found = torch.autograd.grad(outputs, made, given.to(outputs.dtype), retain_graph=True, **how)
+        return [layer.rows(g) for layer, g in zip(layers, found, strict=True)]
+
+    if weight is not None or any(sums.structure == "full" for sums in gathered):
+        first = torch.arange(examples, device=outputs.device).reshape(-1, *[1] * (outputs.ndim - 1)) == 0
+        for layer, g in zip(layers, gradients(first.expand_as(outputs)), strict=True):
+            if len(g) % examples or bool(g[len(g) // examples :].any()):
+                hint = 'choose others, or structure="kron" without example weights'
+                raise ValueError(f"expected layers with examples on the first axis, got '{layer.name}'; {hint}")
+    used = [torch.zeros_like(phi[:, 0], dtype=torch.bool) for phi in features]
+    for direction in gathered[0].directions(outputs):
+        for sums, phi, on, g in zip(gathered, features, used, gradients(root(direction)), strict=True):
+            on |= (g != 0).any(1)
+            pair = (rows.reshape(examples, -1, rows.shape[1]) for rows in (g, phi))
+            v = torch.einsum("bnc,bnd->bcd", *pair).flatten(1) if len(sums.sums) == 1 else g  # (B, C D) or (n, C)
+            sums.sums[0] += v.mT @ v
+    for sums, phi, on in zip(gathered, features, used, strict=True):
+        w = on.double()
+        if weight is not None:
+            w *= weight.double().reshape(examples, -1).mean(1).repeat_interleave(len(phi) // examples)
+        sums.weight += w.sum()
+        for factor in sums.sums[1:]:
+            factor += (w[:, None] * phi).mT @ phi
+
+
+def curvature_root(a: Tensor, u: Tensor | None, axis: int, *, whole: bool) -> Root:
+    """The function e -> L e, for e of the outputs' shape, with L Lᵀ the Hessian over that axis: diag(a) − u uᵀ, or whole a."""
+    if whole:
+        values, vectors = eigendecompose(a.movedim(axis, -2))  # (B, ..., C), (B, ..., C, C)
+        return lambda e: (vectors @ (values.sqrt() * e.movedim(axis, -1))[..., None])[..., 0].movedim(-1, axis)
+    # diag(a) − u uᵀ = diag(a)^½ (I − v vᵀ) diag(a)^½, and (I − v vᵀ)^½ = I − k v vᵀ
+    d, tiny = a.sqrt(), torch.finfo(a.dtype).tiny
+    v = torch.zeros_like(d) if u is None else u / d.clamp(min=tiny)
+    square = v.square().sum(axis, keepdim=True).clamp(tiny, 1.0)
+    k = (1 - (1 - square).sqrt()) / square
+    return lambda e: d * (e - k * v * (v * e).sum(axis, keepdim=True))
 
 
 def _multiplies_weights(layer: nn.Module) -> bool:
@@ -174,11 +265,11 @@ def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
-def _why_not_last(network: nn.Module, name: str, called: list[str]) -> str | None:
-    """Why this layer cannot be the last one, and the remedy; None if it can."""
+def _why_not_linear(network: nn.Module, name: str, called: list[str]) -> str | None:
+    """Why the weights of this layer cannot be sampled, and the remedy; None if they can."""
     layer, times = network.get_submodule(name), called.count(name)
     if times == 0:
-        return f"{f'{name!r} never' if name else 'no layer with weights'} called; call a linear layer as a module, last"
+        return f"{f'{name!r} never' if name else 'no layer with weights'} called; call a linear layer as a module"
     if not _is_linear(layer):
         return f"'{name}', a {layer}; put an nn.Linear or a 1×1 convolution last"
     if times > 1:
@@ -195,12 +286,26 @@ def _why_not_last(network: nn.Module, name: str, called: list[str]) -> str | Non
 class CurvatureSums:
     """Sums over the examples of one pass over a loader, in float64; curvature is computed from them."""
 
-    def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
-        self.structure = structure
+    def __init__(self, structure: Structure, shape: Sequence[int], device: torch.device) -> None:
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, classes, features)]
+        self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, *shape)]
+        self.structure: Structure = "full" if len(self.sums) == 1 else "kron"
         self.log_likelihood = torch.zeros((), **like)
-        self.weight = torch.zeros((), **like)
+        self.weight = torch.zeros((), **like)  # of the features' sum
+        self.rows = torch.zeros((), **like)  # weight of all outputs that count
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def directions(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Directions e of the outputs' shape with Σ e eᵀ = I for every example: unit vectors; random signs on average."""
+        size, shape, device = outputs[0].numel(), outputs.shape, outputs.device
+        if size <= MOST_OUTPUTS:
+            yield from (
+                torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+            )
+            return
+        for _ in range(RANDOM_PASSES):
+            signs = 2 * torch.randint(2, shape, generator=self.generator, device=device) - 1
+            yield signs.double() / math.sqrt(RANDOM_PASSES)
 
     def add(self, features: Tensor, hessian: Tensor, outer: Tensor | None, weight: Tensor) -> None:
         """Adds rows: features (n, D), weights (n,), and Hessians, full (n, C, C) or diagonal (n, C), minus outer outerᵀ."""
@@ -229,7 +334,7 @@ class CurvatureSums:
 
 
 class Curvature(nn.Module):
-    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), as eigenvalues and eigenvectors of G, in float64."""
+    """N(mean, (G + δ)⁻¹) over a layer's weights and biases, (C, D), as eigenvalues and eigenvectors of G, in float64."""
 
     mean: Tensor  # (C, D)
     eigenvalues: Tensor  # (C D,) or (C, D)
@@ -247,7 +352,7 @@ class Curvature(nn.Module):
         """The curvature from these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
         values, vectors = zip(*map(eigendecompose, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
-        eigenvalues = torch.outer(*values) / gathered.weight if kron else values[0]
+        eigenvalues = torch.outer(*values) / gathered.weight.clamp(min=1e-300) if kron else values[0]
         return cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
 
     @classmethod
@@ -263,25 +368,6 @@ class Curvature(nn.Module):
         """() log p(y) at a prior precision δ (), differentiable in it."""
         fit = self.log_likelihood - 0.5 * precision * self.mean.square().sum()
         return fit - 0.5 * torch.log1p(self.eigenvalues / precision).sum()
-
-    def best_precision(self) -> float:
-        """The prior precision that maximises the evidence: the only root of Σ λ/(λ + δ) = δ ‖mean‖², by bisection."""
-        square, most = float(self.mean.square().sum()), float(self.eigenvalues.max())
-        if not (square > 0 and most > 0 and math.isfinite(square) and math.isfinite(most)):
-            got = f"‖W‖² = {square:g} and a largest eigenvalue of {most:g}"
-            raise ValueError(f"expected finite non-zero weights and curvature, got {got}; pass prior_precision=")
-
-        def excess(log_precision: float) -> float:  # decreases with the precision
-            precision = math.exp(log_precision)
-            return float((self.eigenvalues / (self.eigenvalues + precision)).sum()) - precision * square
-
-        high = math.log(self.eigenvalues.numel() / square)  # Σ λ/(λ + δ) < C D
-        low = high - 1.0
-        while excess(low) <= 0:
-            high, low = low, low - 2 * (high - low)
-        while (middle := 0.5 * (low + high)) not in (low, high):
-            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-        return math.exp(middle)
 
     def sample_joint(self, noise: Tensor) -> Tensor:
         """(S, C, D) samples of N(0, (G + δ)⁻¹), from standard normal noise of that shape."""
@@ -334,9 +420,11 @@ def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_lik
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:
     """Rows of each matrix; raises before allocation if a matrix would be too large."""
+    if structure == "auto":
+        structure = "full" if 8 * (classes * features) ** 2 <= LARGEST else "kron"
     sides = {"full": [classes * features], "kron": [classes, features]}[structure]
     if 8 * max(sides) ** 2 > LARGEST:
-        remedy = 'pass structure="kron"' if structure == "full" else "put a narrower layer last"
+        remedy = 'pass structure="kron"' if structure == "full" else "choose narrower layers"
         most = f"{math.isqrt(LARGEST // 8):,} rows"
         raise ValueError(f"expected at most {most} in a {structure} curvature (1 GiB), got {max(sides):,}; {remedy}")
     return sides
@@ -355,5 +443,24 @@ def check_precision(prior_precision: Precision) -> Precision:
     return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")
 
 
-def resolve_precision(prior_precision: Precision, curvature: Curvature) -> float:
-    return curvature.best_precision() if prior_precision == "marginal_likelihood" else float(prior_precision)
+def resolve_precision(prior_precision: Precision, curvatures: Sequence[Curvature]) -> float:
+    """The number given, or the precision that maximises the evidence: the only root of Σ λ/(λ + δ) = δ ‖mean‖²."""
+    if prior_precision != "marginal_likelihood":
+        return float(prior_precision)
+    eigenvalues = torch.cat([each.eigenvalues.flatten() for each in curvatures])
+    square, most = sum(float(each.mean.square().sum()) for each in curvatures), float(eigenvalues.max())
+    if not (square > 0 and most > 0 and math.isfinite(square) and math.isfinite(most)):
+        got = f"‖W‖² = {square:g} and a largest eigenvalue of {most:g}"
+        raise ValueError(f"expected finite non-zero weights and curvature, got {got}; pass prior_precision=")
+
+    def excess(log_precision: float) -> float:  # decreases with the precision
+        precision = math.exp(log_precision)
+        return float((eigenvalues / (eigenvalues + precision)).sum()) - precision * square
+
+    high = math.log(eigenvalues.numel() / square)  # Σ λ/(λ + δ) < C D
+    low = high - 1.0
+    while excess(low) <= 0:
+        high, low = low, low - 2 * (high - low)
+    while (middle := 0.5 * (low + high)) not in (low, high):  # bisection
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return math.exp(middle)

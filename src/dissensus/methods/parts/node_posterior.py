@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, join_families
-from dissensus.core.likelihood import Likelihood
+from dissensus.core.likelihood import Likelihood, log_prob_sum
 from dissensus.core.member import tensors_by_name
 from dissensus.core.networks import NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Member, Particles, Rows, member_index, single_member
@@ -49,6 +49,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     draw_attributes = ("stored", "stored_at")
     complexity: node_latents.Complexity
     lr: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
+    from_trained: bool = False  # whether training starts from a trained network, with which its result is compared
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -93,6 +94,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         self.register_buffer("stored_at", None, persistent=False)
         self._checked_shapes: set[tuple[torch.Size, ...]] = set()
         self._unbatched_inputs: set[int] = set()  # numbers of the inputs without a row per example
+        self._first: tuple[Batch, float] | None = None  # first batch of training, and the network's loss before it
         if batch_norm == "frozen":
             freeze_norms(particles.template)
             self.train(self.training)
@@ -193,6 +195,15 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         latents = self._sample_latents()
         self.stored, self.stored_at = self.blank_draw(True, {}), self.mean.detach().clone()
         self.stored.get_buffer("own.latents").copy_(latents)
+        if self._first is not None:
+            (batch, before), self._first = self._first, None
+            with inference_context(self):
+                total, weight = log_prob_sum(self.likelihood, self.draw().predict(batch.x), batch.y, batch.weight)
+            if not (after := -float(total / weight)) <= before + 0.1:  # nats per row
+                advice = "train the network longer first, or pass a lower posterior_temperature"
+                log.warning(
+                    "loss of the first batch: %.3f before training with latents, %.3f now; %s", before, after, advice
+                )
 
     @torch.no_grad()
     def _sample_latents(self) -> Tensor:
@@ -220,6 +231,10 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         x = batch.x
+        if self.from_trained and not self._checked_shapes:
+            with inference_context(self):
+                loss = self.likelihood.nll(self._run_first_member(x), batch.y, batch.weight)
+            self._first = batch, float(loss)
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.input_tensors(x))

@@ -74,7 +74,10 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
         given = iter(floating)
         return function(batches.map_tensors(x, lambda t: next(given) if t.is_floating_point() else t))
 
-    found, rest = differentiate(of_floating, *(tensor for tensor in every if tensor.is_floating_point()))
+    at = [tensor for tensor in every if tensor.is_floating_point()]
+    if not at:  # text
+        return torch.empty(len(every[0]), 0, device=every[0].device), function(x)[1]
+    found, rest = differentiate(of_floating, *at)
     return torch.cat([gradient.flatten(1) for gradient in found], dim=1), rest
 
 
