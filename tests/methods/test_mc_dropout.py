@@ -211,12 +211,12 @@ def test_a_rate_that_is_none_is_refused(rate):
         (
             tiny.Network(lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 3)),
             {},
-            r"a module that calls F.dropout must hold its rate as a number",
+            r"hold the rate of F.dropout as a number",
         ),
         (
             nn.LSTM(4, 5, num_layers=2, dropout=0.5),
             {},
-            r"got none \(the network itself|got none \(.*drop inside their own",
+            r"expected a network that drops at a positive rate, got none",
         ),
         (nn.Dropout(0.0), {}, "expected a network that drops at a positive rate, got none"),
     ],
@@ -285,12 +285,13 @@ def check_functions(posterior, x):
 class FusedAttention(nn.Module):
     """Attention as transformers and timm write it: a dropout module that is only asked for its rate."""
 
-    def __init__(self, rate=0.3, **asked):
+    def __init__(self, rate=0.3, groups=1, **asked):
         super().__init__()
-        self.qkv, self.dropout, self.asked = nn.Linear(4, 24), nn.Dropout(rate), asked
+        self.qkv, self.dropout, self.groups, self.asked = nn.Linear(4, 24), nn.Dropout(rate), groups, asked
 
     def forward(self, x):
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        k, v = k[:, : 2 // self.groups], v[:, : 2 // self.groups]
         p = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **self.asked).mean((1, 2))
 
@@ -329,6 +330,7 @@ FUNCTIONAL = {
     "attention": FusedAttention,
     "causal": lambda: FusedAttention(is_causal=True),
     "masked": lambda: FusedAttention(attn_mask=torch.ones(5, 5).tril().bool(), scale=0.7),
+    "grouped": lambda: FusedAttention(groups=2, enable_gqa=True),
     "multihead": multihead,
     "encoder": encoder_network,
     "number": FunctionalRate,
@@ -371,7 +373,7 @@ def test_layers_choose_where_is_dropped(tmp_path):
 def test_recurrent_dropout_that_stays_off_is_told(caplog):
     layers = {"lstm": nn.LSTM(4, 5, 2, dropout=0.5), "drop": nn.Dropout(0.5)}
     ds.MCDropout(tiny.Network(lambda self, x: self.drop(self.lstm(x)[0]), **layers))
-    assert "dropout inside lstm stays off in prediction" in caplog.text
+    assert "dropout inside recurrent layers (lstm) stays off in prediction" in caplog.text
 
 
 def test_what_vmap_cannot_run_drops_all_the_same():

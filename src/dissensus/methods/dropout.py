@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Unpack, final
 
 import torch
@@ -218,18 +219,12 @@ def dropout_sites(network: nn.Module, rate: float | None, layers: Sequence[str] 
     dropping = [(name, part) for name, part in parts if rates[name] > 0]
     modules = {name: rates[name] for name, part in dropping if isinstance(part, DROPOUT)}
     if rate is None:
-        recurrent = [
-            name or type(part).__name__ for name, part in parts if isinstance(part, nn.RNNBase) and part.dropout
-        ]
+        recurrent = [name for name, part in parts if isinstance(part, nn.RNNBase) and part.dropout]
         if recurrent:
-            log.warning(
-                "dropout inside %s stays off in prediction: recurrent layers draw masks themselves", *recurrent[:1]
-            )
+            log.warning("dropout inside recurrent layers (%s) stays off in prediction", ", ".join(recurrent))
         if not dropping:
-            hint = f" ({', '.join(recurrent)} drop inside their own forward)" if recurrent else ""
-            advice = "a module that calls F.dropout must hold its rate as a number (self.dropout = 0.1)"
-            use = "use nn.Dropout in the network, or pass rate= to insert dropout"
-            raise ValueError(f"expected a network that drops at a positive rate, got none{hint}; {use}; {advice}")
+            use = "use nn.Dropout, hold the rate of F.dropout as a number (self.dropout = 0.1), or pass rate= to insert it"
+            raise ValueError(f"expected a network that drops at a positive rate, got none; {use}")
         sites = modules | {name: rates[name] for name, _ in dropping}
     else:
         if modules:
@@ -237,10 +232,8 @@ def dropout_sites(network: nn.Module, rate: float | None, layers: Sequence[str] 
             raise ValueError(f"expected a network without dropout if rate is given, got {got}; pass rate=None")
         weighted = [name for name, module in parts if isinstance(module, WEIGHT_LAYERS)]
         if len(weighted) < 2:
-            got, hint = str(len(weighted)), "put nn.Dropout into the network yourself"
-            raise ValueError(
-                f"expected at least two linear or convolutional layers for dropout between, got {got}; {hint}"
-            )
+            got = f"{len(weighted)}; put nn.Dropout into the network yourself"
+            raise ValueError(f"expected at least two linear or convolutional layers for dropout between, got {got}")
         sites = dict.fromkeys(weighted[1:], rate)
     check_layer_names(layers, sites, sites)
     return {name: p for name, p in sites.items() if layers is None or any(fnmatchcase(name, each) for each in layers)}
@@ -308,46 +301,44 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
 def functional_dropout(change: Change) -> LayerOverrides:
     """Inside, what functional dropout of a positive rate would drop is changed instead, attention weights included."""
 
-    def form(layer: type[Any]) -> Callable[..., Tensor]:
-        def drop(function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            return (
-                change(FUNCTIONAL, input, layer(p), p) if training and p > 0 else function(input, p, training, inplace)
-            )
-
-        return drop
+    def drop(function: Any, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any) -> Any:
+        if training and p > 0:
+            return change(FUNCTIONAL, input, FUNCTIONS[function](p), p)
+        return function(input, p, training, *rest, **more)
 
     def attend(
-        function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        function: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        mask = more.pop("attn_mask", mask)
         if dropout_p == 0:
-            return function(  # type: ignore[no-any-return]
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if enable_gqa:
-            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
-        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None:
-            hidden = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
-        return change(FUNCTIONAL, scores.softmax(-1), nn.Dropout(dropout_p), dropout_p) @ value
+            return function(query, key, value, mask, 0.0, *rest, **more)
+        each = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], -1)
+        weights = function(
+            query, key, each, mask, 0.0, *rest, **more
+        )  # (..., H, T, S): values one-hot give the weights
+        if more.get("enable_gqa"):
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        return change(FUNCTIONAL, weights, nn.Dropout(dropout_p), dropout_p) @ value
 
     def attend_by_heads(function: Any, *args: Any, **kwargs: Any) -> Any:
         # torch runs a function's body outside of the mode: this one is run with its calls exchanged.
         heads = args[4]
         inner = {
             "has_torch_function": lambda _: False,
-            "scaled_dot_product_attention": lambda *a, **k: attend(F.scaled_dot_product_attention, *a, **k),
-            "dropout": lambda x, p: forms[F.dropout](F.dropout, x.unflatten(0, (-1, heads)), p).flatten(0, 1),
+            "scaled_dot_product_attention": partial(attend, F.scaled_dot_product_attention),
+            "dropout": lambda x, p: drop(F.dropout, x.unflatten(0, (-1, heads)), p).flatten(0, 1),
         }
         return replace_globals(function, inner)(*args, **kwargs)
 
-    forms: dict[Any, Callable[..., Any]] = {function: form(layer) for function, layer in FUNCTIONS.items()}
-    return LayerOverrides(
-        forms | {F.scaled_dot_product_attention: attend, F.multi_head_attention_forward: attend_by_heads}
-    )
+    attention = {F.scaled_dot_product_attention: attend, F.multi_head_attention_forward: attend_by_heads}
+    return LayerOverrides(dict.fromkeys(FUNCTIONS, drop) | attention)
 
 
 def mask_shape(layer: nn.Module, tensor: Tensor) -> tuple[int, ...]:
