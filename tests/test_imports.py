@@ -41,6 +41,7 @@ ROOMS = {
     "training": "utils numerics plots core data layers landscape engine distributed methods storage",
     "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",
     "export_model": "utils numerics core layers engine methods calibration storage version",
+    "integrations": "utils storage training",  # other people's tools
     "sklearn": "utils numerics core layers methods nets data storage training calibration",
     "bench": "utils numerics plots nets metrics data core layers engine methods theory storage training evaluation "
     "predict calibration version distributed",
