@@ -319,7 +319,9 @@ def _log_size(path: Path, predictor: Predictor) -> None:
     )  # fmt: skip
 
 
-def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], *_: object) -> bytes:
+def _pt2_bytes(
+    program: ExportedProgram, facts: dict[str, Any], checked: Sequence[Checked], axes: Sequence[Axes]
+) -> bytes:
     for node in program.graph.nodes:  # source locations of the operations take half of a small file
         for remark in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn"):
             node.meta.pop(remark, None)

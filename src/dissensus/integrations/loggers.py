@@ -32,9 +32,9 @@ class Logger:
 class TensorBoard(Logger):
     """Scalars for TensorBoard. `target`: a folder, or a `SummaryWriter`."""
 
-    def __init__(self, target: str | os.PathLike[str] | Any) -> None:
-        path = isinstance(target, str | os.PathLike)
-        self.writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(target) if path else target
+    def __init__(self, target: Any) -> None:
+        own = hasattr(target, "add_scalar")
+        self.writer = target if own else _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(target)
 
     def write_metrics(self, kind: str, number: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

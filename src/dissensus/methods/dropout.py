@@ -40,7 +40,7 @@ FUNCTIONS = {
     F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d, F.dropout3d: nn.Dropout3d,
     F.alpha_dropout: nn.AlphaDropout, F.feature_alpha_dropout: nn.FeatureAlphaDropout,
 }  # fmt: skip
-FUNCTIONAL = "functional"  # the site of all functional dropout: calls are numbered in their order
+FUNCTIONAL = "functional dropout"  # the site of all functional dropout: calls are numbered in their order
 
 Change = Callable[[str, Tensor, nn.Module, float], Tensor]  # ("layer#call", tensor, layer, rate) -> what it becomes
 
@@ -49,10 +49,9 @@ Change = Callable[[str, Tensor, nn.Module, float], Tensor]  # ("layer#call", ten
 class MCDropout(NetworksPosterior):
     """One network with dropout on at prediction: each drawn function has one dropout mask, fixed for all inputs.
 
-    In training every example has its own mask. At prediction batch norm is in eval mode. What the network drops in training
-    is dropped: by dropout modules; by drop-path (`DropPath`, `StochasticDepth`: whole branches); and by functional dropout,
-    also inside `scaled_dot_product_attention`, of modules that hold the rate, as a number (`self.dropout = 0.1`) or, in
-    attention, as a dropout module. Dropout inside recurrent layers stays off, with a warning.
+    In training every example has its own mask. At prediction batch norm is in eval mode, and all is dropped that the network
+    drops in training: by dropout modules, by drop-path (whole branches), and by functions (`F.dropout`, attention's
+    `dropout_p`) in modules that hold the rate (`self.dropout = 0.1`). Recurrent layers drop nothing, with a warning.
 
     Args:
         networks: one module, not copied, or a list of M; each network gives `samples` functions.
@@ -244,7 +243,7 @@ def held_rate(part: nn.Module) -> float:
     if isinstance(part, DROPOUT):
         return part.p
     if is_drop_path(part):
-        return float(getattr(part, "drop_prob", None) or getattr(part, "p", 0.0))
+        return float(vars(part).get("drop_prob") or vars(part).get("p") or 0.0)
     if isinstance(part, (nn.RNNBase, *WEIGHT_LAYERS)):
         return 0.0
     numbers = {name: value for name, value in vars(part).items() if "drop" in name and isinstance(value, float)}
@@ -306,26 +305,15 @@ def functional_dropout(change: Change) -> LayerOverrides:
             return change(FUNCTIONAL, input, FUNCTIONS[function](p), p)
         return function(input, p, training, *rest, **more)
 
-    def attend(
-        function: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any = None,
-        dropout_p: float = 0.0,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
-        mask = more.pop("attn_mask", mask)
-        if dropout_p == 0:
-            return function(query, key, value, mask, 0.0, *rest, **more)
-        each = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], -1)
-        weights = function(
-            query, key, each, mask, 0.0, *rest, **more
-        )  # (..., H, T, S): values one-hot give the weights
-        if more.get("enable_gqa"):
+    def attend(function: Any, query: Any, key: Any, value: Any, *rest: Any, **given: Any) -> Any:
+        given |= dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False))
+        if not (rate := given.pop("dropout_p", 0.0)):
+            return function(query, key, value, **given)
+        one_hot = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], -1)
+        weights = function(query, key, one_hot, **given)  # (..., H, T, S)
+        if given.get("enable_gqa"):
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-        return change(FUNCTIONAL, weights, nn.Dropout(dropout_p), dropout_p) @ value
+        return change(FUNCTIONAL, weights, nn.Dropout(rate), rate) @ value
 
     def attend_by_heads(function: Any, *args: Any, **kwargs: Any) -> Any:
         # torch runs a function's body outside of the mode: this one is run with its calls exchanged.

@@ -114,7 +114,6 @@ def fit(
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
     """
-    callbacks = [callback] if callable(callback) else [*(callback or ())]
     check_arguments(epochs, accumulate, patience, clip, checkpoint_seconds, ranks, targets)
     # Meanwhile, using the network in another thread raises.
     with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
@@ -131,10 +130,9 @@ def fit(
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
-        run = _TrainingRun(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, on_step)
+        run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
-        interruptions = Interruptions(division.active_mesh, resumable=checkpoint is not None)
-        with run, bar, interruptions:
+        with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
             for index in choice.remaining_epochs(len(history)):
                 epoch = run.train_epoch(index, bar, interruptions)
                 if epoch is None:
@@ -146,8 +144,7 @@ def fit(
                 choice.keep_best(epoch, history)
                 bar.end_epoch(index, _epoch_line(epoch))
                 store.end_epoch(history, choice.best)
-                found = [each(epoch) for each in callbacks]
-                if callbacks and division.broadcast_object(any(found)):
+                if run.call_back(epoch):
                     break
             store.end_run(history, choice.best)
         choice.restore_best()
@@ -156,7 +153,7 @@ def fit(
         return history
 
 
-class _TrainingRun:
+class _Run:
     """Trains epoch by epoch; builds the training step at the first batch. Inside, the posterior's GPU is the current one."""
 
     def __init__(
@@ -170,8 +167,10 @@ class _TrainingRun:
         clip: float | None,
         precision: TrainingPrecision,
         engine: str,
+        callback: Callback | Sequence[Callback] | None,
         on_step: Callable[[TrainingStep], object] | None,
     ) -> None:
+        self.callbacks = [callback] if callable(callback) else [*(callback or ())]
         self.on_step, self.unreported = on_step, list[Tensor]()  # losses of the batches since the last step
         self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
@@ -270,6 +269,11 @@ class _TrainingRun:
             self.history.engine = self.step.engine_name
         warn_of_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
+
+    def call_back(self, epoch: Epoch) -> bool:
+        """Calls the callbacks; whether one of them, on the first process, wants to stop."""
+        found = [bool(each(epoch)) for each in self.callbacks]
+        return bool(found and self.division.broadcast_object(any(found)))
 
     def report_step(self, losses: Tensor | None) -> None:
         """Calls `on_step` if the optimiser has stepped; losses: (M,) of the last batch, or None at the end of an epoch."""
