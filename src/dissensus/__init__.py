@@ -18,7 +18,7 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import attacks, data, distributed, integrations, landscape, metrics, nets, sklearn, theory
+    from dissensus import attacks, data, distributed, landscape, metrics, nets, sklearn, theory
     from dissensus.calibration.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.calibration.conformal import Conformal, conformal
     from dissensus.calibration.selective import Gate, ood_gate, selective
@@ -114,7 +114,7 @@ _HOMES = {
     "selective": "calibration.selective",
     "temperature_scale": "calibration.calibrate",
 }
-_ROOMS = ("attacks", "data", "distributed", "integrations", "landscape", "metrics", "nets", "sklearn", "theory")
+_ROOMS = ("attacks", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
 
 __all__ = [
     "HMC", "LIT", "MAP", "METHODS", "SGHMC", "SVGD", "SWA", "SWAG", "TRADI", "Annealing", "AttackCurves",
@@ -126,9 +126,9 @@ __all__ = [
     "Modulation", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder",
     "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior", "SnapshotEnsemble",
     "SummaryPredictive", "WeightRDE", "attacks", "branch", "calibrate", "capacity", "conformal", "convergence",
-    "data", "distributed", "evaluate", "export", "fit", "integrations", "landscape", "load", "member_distances",
-    "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report",
-    "save", "selective", "sklearn", "summarise", "temperature_scale", "theory", "track",
+    "data", "distributed", "evaluate", "export", "fit", "landscape", "load", "member_distances", "metrics", "nets",
+    "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save",
+    "selective", "sklearn", "summarise", "temperature_scale", "theory", "track",
 ]  # fmt: skip
 
 

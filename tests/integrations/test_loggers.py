@@ -3,7 +3,9 @@
 import contextlib
 import csv
 import itertools
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -182,3 +184,27 @@ def test_only_the_first_process_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(loggers, "is_reporting_process", lambda: False)
     train(callback=loggers.CSV(tmp_path / "run.csv"))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_blocks_of_the_page_that_need_other_packages_run(monkeypatch, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "logging.md").read_text()
+    blocks = re.findall(r"^```(python)?\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    values, scores, study = [], [], Calls()
+    trial = SimpleNamespace(
+        suggest_float=lambda *_, **__: 1e-2, report=lambda *told: scores.append(told), should_prune=lambda: False
+    )
+    study.optimize = lambda objective, n_trials: values.append(objective(trial))
+    boards = SimpleNamespace(SummaryWriter=lambda folder: Calls())
+    optuna = SimpleNamespace(create_study=lambda: study, TrialPruned=TrialPruned)
+    wandb = SimpleNamespace(init=lambda project: Calls())
+    given = {"torch.utils.tensorboard": boards, "mlflow": Calls(), "wandb": wandb, "optuna": optuna}
+    for name, module in given.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for number, (kind, code) in enumerate(blocks):
+        if number == 0 or not kind:
+            exec(code, names)
+    assert [kind for kind, _ in blocks].count("") == 2
+    assert len(given["mlflow"].calls) == len(scores) == 4
+    assert values == [min(score for score, _ in scores)]
