@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dissensus as ds
 import tiny
@@ -63,6 +64,31 @@ def test_on_step_is_called_after_every_optimiser_step(accumulate):
         assert means.tolist() == pytest.approx(epoch.members, abs=1e-12)
         assert group[0].loss == pytest.approx(float(group[0].losses.mean()))
     assert all(tiny.largest_difference(a, b) > 0 for a, b in itertools.pairwise(states))
+
+
+class CountedReads(TorchDispatchMode):
+    """Counts how often a value is read from a tensor, for which a GPU would be waited for."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_steps_read_nothing_unless_they_are_asked():
+    def reads(on_step):
+        torch.manual_seed(0)
+        with CountedReads() as counted:
+            ds.fit(ds.MAP(tiny.mlp()), batches32(), epochs=2, on_step=on_step, progress=False, engine="loop")
+        return counted.reads
+
+    assert reads(lambda step: None) == reads(None)
+    assert reads(lambda step: step.loss) == reads(None) + 6
+
+
+def batches32():
+    return [(x.float(), y) for x, y in batches()]
 
 
 def test_every_callback_is_called_and_one_of_them_stops():
