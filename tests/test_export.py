@@ -143,6 +143,7 @@ def test_axes_have_their_names_in_an_onnx_file(tmp_path):
 @pytest.mark.parametrize(
     ("dynamic", "told"),
     [
+        (True, "expected dynamic as axes and their names, got True"),
         ({"words": {1: "length"}}, "expected names of inputs in dynamic, ids, mask, got words"),
         ({2: "length"}, r"expected a dynamic axis of length 2 or more, got 2 of ids \(2, 1\)"),
         ({1: "length"}, r"expected a dynamic axis of length 2 or more, got 1 of ids \(2, 1\)"),
@@ -150,7 +151,8 @@ def test_axes_have_their_names_in_an_onnx_file(tmp_path):
 )
 def test_axes_that_are_none_are_refused(dynamic, told, tmp_path):
     posterior = ds.MAP(FusedAttention()).eval()
-    refuses(lambda: ds.export(posterior, tmp_path / "m.pt2", example=sentences(2, 1), dynamic=dynamic), told)
+    error = TypeError if dynamic is True else ValueError
+    refuses(lambda: ds.export(posterior, tmp_path / "m.pt2", example=sentences(2, 1), dynamic=dynamic), told, error)
 
 
 def test_an_axis_that_the_network_fixes_is_refused(tmp_path):
@@ -158,6 +160,11 @@ def test_an_axis_that_the_network_fixes_is_refused(tmp_path):
     fixed = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(20, 3))).eval()
     told = r"expected a network that takes half of its dynamic axes, got: .*; name only axes that are free"
     refuses(lambda: ds.export(fixed, tmp_path / "m.pt2", example=example, dynamic={2: "length"}), told)
+    pooled = tiny.Network(lambda self, x: self.drop(x).mean(2), drop=nn.Dropout(0.5))
+    masked = ds.MCDropout(pooled, samples=2).eval()
+    ds.refresh(masked, [])
+    told = "expected inputs of one shape for dropout masks, got dynamic axes; export without dynamic="
+    refuses(lambda: ds.export(masked, tmp_path / "m.pt2", example=example, dynamic={2: "length"}), told)
 
 
 def test_a_file_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):

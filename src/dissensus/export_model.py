@@ -218,6 +218,8 @@ def _input_names(x: Inputs) -> list[str]:
 
 def _free_axes(x: Inputs, dynamic: Mapping[Any, Any]) -> list[Axes]:
     """For each tensor in x, axis -> name of the axes that may have any length besides the first."""
+    if not isinstance(dynamic, Mapping):
+        raise TypeError(f'expected dynamic as axes and their names, got {dynamic!r}; pass {{1: "length"}}, for example')
     names, tensors = _input_names(x), batches.input_tensors(x)
     by_input = dynamic if all(isinstance(each, str) for each in dynamic) else dict.fromkeys(names, dynamic)
     if unknown := sorted(by_input.keys() - {*names}):

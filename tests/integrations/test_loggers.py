@@ -97,6 +97,8 @@ def test_every_callback_is_called_and_one_of_them_stops():
     assert len(train(epochs=5, callback=stops)) == 2
     assert seen == [0, "last", 1, "last"]
     assert len(train(epochs=2, callback=[])) == 2
+    for wrong in ({"callback": 3}, {"callback": [seen.append, 3]}, {"on_step": 3}):
+        refuses(lambda wrong=wrong: train(**wrong), "expected functions as callback and on_step, got 3", TypeError)
 
 
 def read(path):

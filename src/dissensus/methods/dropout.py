@@ -157,6 +157,10 @@ class DropoutFunctions(DrawnFunctions):
     def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
         """Site and call -> masks (M, *features) of the sites that function passes; it is run once per input shape."""
         shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.input_tensors(x))
+        if any(isinstance(length, torch.SymInt) for shape in shapes for length in shape):
+            raise ValueError(
+                "expected inputs of one shape for dropout masks, got dynamic axes; export without dynamic="
+            )
         if shapes not in self._known_masks:
             met: Tensors = {}
 

@@ -170,7 +170,10 @@ class _Run:
         callback: Callback | Sequence[Callback] | None,
         on_step: Callable[[TrainingStep], object] | None,
     ) -> None:
-        self.callbacks = [callback] if callable(callback) else [*(callback or ())]
+        given = callback if isinstance(callback, Sequence) else (callback,)
+        self.callbacks = [each for each in given if each is not None]
+        if unfit := [each for each in (*self.callbacks, on_step or print) if not callable(each)]:
+            raise TypeError(f"expected functions as callback and on_step, got {unfit[0]!r}; pass one or a list of them")
         self.on_step, self.unreported = on_step, list[Tensor]()  # losses of the batches since the last step
         self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
