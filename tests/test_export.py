@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
@@ -82,6 +83,88 @@ class Noisy(nn.Module):
 
 def test_random_operations_in_a_graph_are_found():
     assert random_operations(trace(Noisy(), inputs(2))) == ["aten.randn_like.default"]
+
+
+class FusedAttention(nn.Module):
+    """Token ids and their mask -> outputs of the first token; at most 20 tokens."""
+
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(9, 4), nn.Embedding(20, 4)
+        self.qkv, self.head, self.rate = nn.Linear(4, 12), nn.Linear(4, 3), rate
+
+    def forward(self, ids, mask):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        q, k, v = (each.unflatten(-1, (2, 2)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None], self.rate)
+        return self.head(mixed.transpose(1, 2).flatten(2)[:, 0])
+
+
+def sentences(batch, length):
+    ids = torch.randint(1, 9, (batch, length), generator=torch.Generator().manual_seed(length))
+    return {"ids": ids, "mask": (torch.arange(length) <= torch.arange(batch)[:, None]).long()}
+
+
+def test_attention_draws_random_numbers_only_to_drop():
+    nets = {rate: tiny.Network(lambda self, x: self.net(**x), net=FusedAttention(rate)) for rate in (0.0, 0.1)}
+    found = {rate: random_operations(trace(net, sentences(2, 5))) for rate, net in nets.items()}
+    assert found[0.0] == []
+    assert [name.partition(".")[2] for name in found[0.1]] == ["scaled_dot_product_attention.default"]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_axes_that_dynamic_names_have_any_length(tmp_path):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([FusedAttention() for _ in range(2)]).eval()
+    lengths = {"ids": {0: "batch", 1: "length"}, "mask": {1: "length"}}
+    ds.export(posterior, tmp_path / "m.pt2", example=sentences(3, 6), dynamic=lengths)
+    module = torch.export.load(tmp_path / "m.pt2").module()
+    for batch, length in ((1, 1), (2, 5), (4, 20)):
+        x = sentences(batch, length)
+        check(module(*x.values()), posterior.predict(x))
+
+
+@pytest.mark.slow
+def test_axes_have_their_names_in_an_onnx_file(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    posterior = ds.MAP(nn.Sequential(nn.Conv1d(4, 3, 3, padding=1))).eval()  # an output for every step
+    ds.export(posterior, tmp_path / "m.onnx", example=torch.randn(2, 4, 6), dynamic={2: "time"})
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+    assert (shapes["x"], shapes["mean"]) == (["batch", 4, "time"], ["batch", 3, "time"])
+    x = torch.randn(5, 4, 11)
+    check(in_onnxruntime(tmp_path / "m.onnx", x=x), posterior.predict(x))
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "told"),
+    [
+        (True, "expected dynamic as axes and their names, got True"),
+        ({"words": {1: "length"}}, "expected names of inputs in dynamic, ids, mask, got words"),
+        ({2: "length"}, r"expected a dynamic axis of length 2 or more, got 2 of ids \(2, 1\)"),
+        ({1: "length"}, r"expected a dynamic axis of length 2 or more, got 1 of ids \(2, 1\)"),
+    ],
+)
+def test_axes_that_are_none_are_refused(dynamic, told, tmp_path):
+    posterior = ds.MAP(FusedAttention()).eval()
+    error = TypeError if dynamic is True else ValueError
+    refuses(lambda: ds.export(posterior, tmp_path / "m.pt2", example=sentences(2, 1), dynamic=dynamic), told, error)
+
+
+def test_an_axis_that_the_network_fixes_is_refused(tmp_path):
+    example = torch.randn(2, 4, 5)
+    fixed = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(20, 3))).eval()
+    told = r"expected a network that takes half of its dynamic axes, got: .*; name only axes that are free"
+    refuses(lambda: ds.export(fixed, tmp_path / "m.pt2", example=example, dynamic={2: "length"}), told)
+    pooled = tiny.Network(lambda self, x: self.drop(x).mean(2), drop=nn.Dropout(0.5))
+    masked = ds.MCDropout(pooled, samples=2).eval()
+    ds.refresh(masked, [])
+    told = "expected inputs of one shape for dropout masks, got dynamic axes; export without dynamic="
+    refuses(lambda: ds.export(masked, tmp_path / "m.pt2", example=example, dynamic={2: "length"}), told)
 
 
 def test_a_file_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):
@@ -165,7 +248,7 @@ def test_a_regression_is_exported_in_the_units_of_its_targets(tmp_path):
     y = 1e4 + 300 * rows[:, :1] + 30 * torch.randn(100, 1, generator=generator)
     scale = ds.data.Standardiser.of_rows(rows)
     posterior = ds.DeepEnsemble([ds.nets.MLP(2, 1, hidden=(8,)) for _ in range(2)], likelihood=ds.Regression())
-    posterior.inputs = ds.data.inputs.RowInputs.of(scale)
+    posterior.inputs = ds.data.input_transforms.RowInputs.of(scale)
     ds.fit(posterior, (rows, y), epochs=5, progress=False, targets="standardised")
     intervals = ds.conformal(posterior, [(rows, y)])
     ds.export(posterior, tmp_path / "m.onnx", example=rows[0])

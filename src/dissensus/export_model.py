@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
 
+HOST = torch.device("cpu")
 # Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
 # precision that many roundings of the weights' dtype.
 CLOSE, ROUNDINGS = 1e-5, 4
@@ -47,9 +49,17 @@ RANDOM = (
 ONNX_FORMS = {
     torch.ops.aten.sort.stable: lambda x, *, stable=None, dim=-1, descending=False: torch.sort(x, dim, descending)
 }
+Axes = Mapping[int, str]  # an axis of an input -> its name in the file
+Checked = tuple[Inputs, dict[str, tuple[Tensor, Tensor]]]  # inputs, and the (least, most) of each output for them
 
 
-def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
+def export(
+    posterior: Posterior,
+    path: str | os.PathLike[str],
+    *,
+    example: Any,
+    dynamic: Axes | Mapping[str, Axes] | None = None,
+) -> None:
     """Writes the computation of `predict` to one file: "m.onnx" for ONNX runtimes, "m.pt2" for `torch.export.load`.
 
     The file takes the same inputs as `predict`, with any batch size. Its outputs, by name, are mean, total, aleatoric and
@@ -61,6 +71,8 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
         posterior: a trained posterior; sampling methods must have stored a draw (`fit` does; else `ds.refresh`).
         path: ends in .onnx (needs onnx and onnxscript) or .pt2 (needs only torch).
         example: inputs for `predict`, of any batch size.
+        dynamic: other axes of any length, with names: {1: "length"} in every input, or {"input_ids": {1: "length"}, ...} by
+            input (those of a tuple are "x0", "x1", ...). The file is also compared on the first half of these axes.
 
     Raises:
         ValueError: predictions differ from call to call, or the network cannot be traced.
@@ -71,22 +83,29 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
         require_extra("export")
     module = ExportedPosterior(expect_posterior(posterior))
     x = _at_least_two_rows(batches.move_to_device(module.example_inputs(example), posterior.device))
-    wanted = {rows: _output_bounds(posterior, module, _first_rows(x, rows)) for rows in (batches.count_examples(x), 1)}
-    if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"][0].shape[1]):
+    axes = _free_axes(x, dynamic or {})
+    checked = [_with_outputs(posterior, module, part) for part in (x, batches.map_tensors(x, lambda each: each[:1]))]
+    if any(axes):
+        try:
+            checked.append(_with_outputs(posterior, module, _first_half(x, axes)))
+        except Exception as error:
+            got = f"{first_line(error)}; name only axes that are free"
+            raise ValueError(f"expected a network that takes half of its dynamic axes, got: {got}") from error
+    if posterior.classes is not None and len(posterior.classes) != (outputs := checked[0][1]["mean"][0].shape[1]):
         raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
     _log_size(path, module.predictor)
     # nobody else uses the network while it is traced, on the host
     with posterior.particles.lock_network(), torch.no_grad():
-        module, x, failed = module.cpu(), batches.move_to_device(x, torch.device("cpu")), list[str]()
+        module, x, failed = module.cpu(), checked[0][0], list[str]()
         for how in ("vectorised", "loop"):
             _set_engine(module.predictor, how)
             try:
                 module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
-                program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None)
+                program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None, axes)
                 _check_no_randomness(random_operations(program))
-                for rows, numbers in wanted.items():
-                    _check_outputs(program.module()(*batches.input_tensors(_first_rows(x, rows))), numbers, path)
-                content = write(program, module.file_metadata(x), x, wanted)
+                for part, wanted in checked:
+                    _check_outputs(program.module()(*batches.input_tensors(part)), wanted, path)
+                content = write(program, module.file_metadata(x), checked, axes)
                 break
             except (_RandomGraphError, ImportError):
                 raise
@@ -192,8 +211,33 @@ def _add_slack(values: Tensor, slack: float, least: float = 0.01) -> Tensor:
     return values + slack * values.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=least)
 
 
-def _first_rows(x: Inputs, rows: int) -> Inputs:
-    return batches.map_tensors(x, lambda tensor: tensor[:rows])
+def _input_names(x: Inputs) -> list[str]:
+    """Names of the file's inputs, in the order of `input_tensors`."""
+    return list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
+
+
+def _free_axes(x: Inputs, dynamic: Mapping[Any, Any]) -> list[Axes]:
+    """For each tensor in x, axis -> name of the axes that may have any length besides the first."""
+    if not isinstance(dynamic, Mapping):
+        raise TypeError(f'expected dynamic as axes and their names, got {dynamic!r}; pass {{1: "length"}}, for example')
+    names, tensors = _input_names(x), batches.input_tensors(x)
+    by_input = dynamic if all(isinstance(each, str) for each in dynamic) else dict.fromkeys(names, dynamic)
+    if unknown := sorted(by_input.keys() - {*names}):
+        raise ValueError(f"expected names of inputs in dynamic, {', '.join(names)}, got {', '.join(unknown)}")
+    for name, tensor in zip(names, tensors, strict=True):
+        for axis in by_input.get(name, {}):
+            if not (axis in range(tensor.ndim) and tensor.shape[axis] > 1):
+                got = f"{axis} of {name} {tuple(tensor.shape)}; count from 0, and pass a longer example"
+                raise ValueError(f"expected a dynamic axis of length 2 or more, got {got}")
+    return [{axis: each for axis, each in by_input.get(name, {}).items() if axis} for name in names]
+
+
+def _first_half(x: Inputs, axes: Sequence[Axes]) -> Inputs:
+    """x with the first half of every free axis."""
+    free = iter(axes)
+    return batches.map_tensors(
+        x, lambda tensor: reduce(lambda t, a: t.narrow(a, 0, (t.shape[a] + 1) // 2), next(free), tensor)
+    )
 
 
 def _at_least_two_rows(x: Inputs) -> Inputs:
@@ -202,12 +246,12 @@ def _at_least_two_rows(x: Inputs) -> Inputs:
     return x if several else batches.map_tensors(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
 
 
-def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
-    """(least, most) of the outputs of `predict` and of the promises, by name; raises if a second call gives other values.
+def _with_outputs(posterior: Posterior, module: ExportedPosterior, given: Inputs) -> Checked:
+    """Inputs, and (least, most) of the outputs of `predict` and of the promises, by name; raises if a second call differs.
 
     Of sets and gates, only a score that equals its threshold up to rounding may fall on either side.
     """
-    view, x = copy.copy(posterior), module.network_inputs(x)
+    view, x = copy.copy(posterior), module.network_inputs(given)
     view.inputs = None
     with preserve_random_state(posterior.device):
         first = view.predict(x)
@@ -224,7 +268,7 @@ def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -
     close = max(CLOSE, ROUNDINGS * rounding)
     least, most = (module.outputs(first, slack) for slack in (-close, close))
     bounds = ((name, _add_slack(least[name], -close, 1.0), _add_slack(most[name], close, 1.0)) for name in least)
-    return {name: (low.cpu(), high.cpu()) for name, low, high in bounds}
+    return batches.move_to_device(given, HOST), {name: (low.cpu(), high.cpu()) for name, low, high in bounds}
 
 
 def _set_engine(predictor: Predictor, how: Literal["vectorised", "loop"]) -> None:
@@ -277,7 +321,9 @@ def _log_size(path: Path, predictor: Predictor) -> None:
     )  # fmt: skip
 
 
-def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: Any) -> bytes:
+def _pt2_bytes(
+    program: ExportedProgram, facts: dict[str, Any], checked: Sequence[Checked], axes: Sequence[Axes]
+) -> bytes:
     for node in program.graph.nodes:  # source locations of the operations take half of a small file
         for remark in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn"):
             node.meta.pop(remark, None)
@@ -286,25 +332,31 @@ def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wante
     return file.getvalue()
 
 
-def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
-    """The file's content; if onnxruntime is installed, its outputs are compared with `wanted`."""
-    names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
-    while not wanted[1].keys().isdisjoint(names):  # in an ONNX file a name is that of one value
+def _onnx_bytes(
+    program: ExportedProgram, facts: dict[str, Any], checked: Sequence[Checked], axes: Sequence[Axes]
+) -> bytes:
+    """The file's content; if onnxruntime is installed, its outputs are compared with those of `predict`."""
+    names, outputs = _input_names(checked[0][0]), checked[0][1]
+    while not outputs.keys().isdisjoint(names):  # in an ONNX file a name is that of one value
         names = [f"input_{name}" for name in names]
         log.warning("outputs have the names of inputs, which are called %s in the file", ", ".join(names))
-    content, random = onnx_content(program, names, list(wanted[1]), facts)
+    content, random = onnx_content(program, names, list(outputs), facts, axes)
     _check_no_randomness(random)
-    for rows, numbers in wanted.items():
-        given = dict(zip(names, batches.input_tensors(_first_rows(x, rows)), strict=True))
+    for part, wanted in checked:
+        given = dict(zip(names, batches.input_tensors(part), strict=True))
         if (found := run_onnx(content, given)) is not None:
-            _check_outputs(found, numbers, Path("ONNX"))
+            _check_outputs(found, wanted, Path("ONNX"))
     return content
 
 
 def onnx_content(
-    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: Mapping[str, Any]
+    program: ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    facts: Mapping[str, Any],
+    axes: Sequence[Axes],
 ) -> tuple[bytes, list[str]]:
-    """(the file's bytes, kinds of nodes that draw random numbers); inputs and outputs get these names, axis 0 is "batch"."""
+    """(the file's bytes, kinds of nodes that draw random numbers); inputs, outputs and axes get these names."""
     import onnx
 
     given, found = [f"input {name}" for name in inputs], [f"output {name}" for name in outputs]  # torch has no spaces
@@ -314,6 +366,7 @@ def onnx_content(
         )
     model: Any = made.model_proto  # type: ignore[union-attr]
     _strip_metadata(model)
+    _name_axes(model.graph, axes)
     _rename_values(model.graph, dict(zip([*given, *found], [*inputs, *outputs], strict=True)))
     for name, value in facts.items():
         entry = model.metadata_props.add()
@@ -350,8 +403,16 @@ def _strip_metadata(model: Any) -> None:
     del graph.value_info[:], graph.metadata_props[:], model.metadata_props[:]
     for value in (*graph.input, *graph.output, *graph.initializer):
         del value.metadata_props[:]
-    for value in (*graph.input, *graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+
+
+def _name_axes(graph: Any, axes: Sequence[Axes]) -> None:
+    """Names the free axes of inputs, and those of outputs that have the same lengths; axis 0 is "batch"."""
+    dims = [value.type.tensor_type.shape.dim for value in (*graph.input, *graph.output)]
+    known = {each[axis].dim_param: name for each, free in zip(dims, axes, strict=False) for axis, name in free.items()}
+    for each in dims:
+        each[0].dim_param = "batch"
+        for dim in [dim for dim in each[1:] if dim.dim_param]:
+            dim.dim_param = known.get(dim.dim_param, dim.dim_param)
 
 
 def _rename_values(graph: Any, names: dict[str, str]) -> None:

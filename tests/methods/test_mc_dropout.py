@@ -1,7 +1,6 @@
 """MC dropout: what is dropped, how often, for whom, and that nothing else changes."""
 
 import copy
-import logging
 import math
 
 import pytest
@@ -212,14 +211,14 @@ def test_a_rate_that_is_none_is_refused(rate):
         (
             tiny.Network(lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 3)),
             {},
-            r"functional dropout \(F.dropout\) has no module to switch on: use nn.Dropout",
+            r"hold the rate of F.dropout as a number",
         ),
         (
             nn.LSTM(4, 5, num_layers=2, dropout=0.5),
             {},
-            r"got none \(the network itself|got none \(.*drop inside their own",
+            r"expected a network that drops at a positive rate, got none",
         ),
-        (nn.Dropout(0.0), {}, "expected a network with dropout modules of positive rate, got none"),
+        (nn.Dropout(0.0), {}, "expected a network that drops at a positive rate, got none"),
     ],
     ids=["no samples", "rate and dropout", "a single layer", "functional", "recurrent", "rate 0"],
 )
@@ -255,23 +254,126 @@ def test_fit_stores_a_draw():
     assert torch.equal(posterior(x), posterior(x))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_attention_layers_drop_too(caplog):
-    """In eval mode torch would take a road past the dropout modules; masks must not be lost on it."""
+def encoder_network(rate=0.5, **sizes):
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=rate, batch_first=True, **sizes)
+    return tiny.Network(lambda self, x: self.head(self.layer(x)[:, 0]), layer=encoder, head=nn.Linear(4, 3))
 
-    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
-    network = tiny.Network(lambda self, x: self.head(self.layer(x)[:, 0]), layer=encoder, head=nn.Linear(4, 3))
-    with caplog.at_level(logging.INFO, logger="dissensus"):
-        posterior = ds.MCDropout(network, samples=3)
-    assert "dropout inside layer.self_attn stays off in prediction, because it has no module" in caplog.text
-    assert sorted(posterior.sites) == ["layer.dropout", "layer.dropout1", "layer.dropout2"]
-    x = torch.randn(2, 5, 4)
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_layers_drop_too():
+    """In eval mode torch would take a road past the dropout modules; masks must not be lost on it."""
+    posterior = ds.MCDropout(encoder_network(), samples=3)
+    assert [*posterior.sites] == ["layer.dropout", "layer.dropout1", "layer.dropout2", "layer.self_attn"]
+    check_functions(posterior, torch.randn(2, 5, 4))
+
+
+def check_functions(posterior, x):
+    """The drawn functions differ, each is the same one by one and on other rows, and the network is left as it was."""
+    network = posterior.particles.template.network
+    modes = [part.training for part in network.modules()]
     with torch.no_grad():
         drawn = posterior.draw()
         outputs = drawn(x)
-        for i in range(3):
+        assert torch.equal(drawn(x), outputs)
+        torch.testing.assert_close(drawn(x[:1]), outputs[:, :1])
+        for i in range(drawn.members):
             torch.testing.assert_close(drawn.member(i)(x), outputs[i])
-    assert float(outputs.std(0).min()) > 0
+    assert float(outputs.std(0).max()) > 0
+    assert [part.training for part in network.modules()] == modes
+
+
+class FusedAttention(nn.Module):
+    """Attention as transformers and timm write it: a dropout module that is only asked for its rate."""
+
+    def __init__(self, rate=0.3, groups=1, **asked):
+        super().__init__()
+        self.qkv, self.dropout, self.groups, self.asked = nn.Linear(4, 24), nn.Dropout(rate), groups, asked
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        k, v = k[:, : 2 // self.groups], v[:, : 2 // self.groups]
+        p = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **self.asked).mean((1, 2))
+
+
+class FunctionalRate(nn.Module):
+    def __init__(self, rate=0.3):
+        super().__init__()
+        self.layer, self.norm, self.drop_rate = nn.Linear(4, 8), nn.BatchNorm1d(8), rate
+
+    def forward(self, x):
+        return F.dropout(self.norm(self.layer(x.mean(1))), self.drop_rate, self.training)
+
+
+class DropPath(nn.Module):
+    def __init__(self, rate=0.3):
+        super().__init__()
+        self.drop_prob = rate
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        return x * x.new_empty(len(x), *[1] * (x.ndim - 1)).bernoulli_(1 - self.drop_prob) / (1 - self.drop_prob)
+
+
+def multihead(rate=0.3):
+    layers = {"attention": nn.MultiheadAttention(4, 2, dropout=rate, batch_first=True)}
+    return tiny.Network(lambda self, x: self.attention(x, x, x)[0].mean(1), **layers)
+
+
+def with_branch(rate=0.3):
+    layers = {"layer": nn.Linear(4, 4), "path": DropPath(rate)}
+    return tiny.Network(lambda self, x: (x + self.path(self.layer(x))).mean(1), **layers)
+
+
+FUNCTIONAL = {
+    "attention": FusedAttention,
+    "causal": lambda: FusedAttention(is_causal=True),
+    "masked": lambda: FusedAttention(attn_mask=torch.ones(5, 5).tril().bool(), scale=0.7),
+    "grouped": lambda: FusedAttention(groups=2, enable_gqa=True),
+    "multihead": multihead,
+    "encoder": encoder_network,
+    "number": FunctionalRate,
+    "drop path": with_branch,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("build", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_functional_dropout_and_drop_path_drop_as_the_network_does_in_training(build):
+    """Mean and deviation over many functions are those over many passes in training mode (batch norm in eval mode)."""
+    torch.manual_seed(0)
+    network, x, count = build().double(), torch.randn(1, 5, 4, dtype=torch.float64), 3000
+    posterior = ds.MCDropout(network, samples=count)
+    network.train()
+    for part in network.modules():
+        part.training = not isinstance(part, nn.BatchNorm1d)
+    with torch.no_grad():
+        wanted = network(x.expand(count, -1, -1))  # every row has its own masks
+        found = posterior.draw()(x)[:, 0]
+    torch.testing.assert_close(found.mean(0), wanted.mean(0), rtol=0, atol=float(6 * wanted.std(0).max() / count**0.5))
+    torch.testing.assert_close(found.std(0), wanted.std(0), rtol=0.15, atol=1e-12)
+    check_functions(ds.MCDropout(network, samples=8), torch.randn(2, 5, 4, dtype=torch.float64))
+
+
+def test_layers_choose_where_is_dropped(tmp_path):
+    network = encoder_network(0.3)
+    some = ds.MCDropout(network, layers=["*.dropout1", "*.self_attn"])
+    assert [*some.sites] == ["layer.dropout1", "layer.self_attn"]
+    ds.save(some, tmp_path)
+    assert ds.load(tmp_path, network).sites == some.sites
+    inserted = ds.MCDropout(tiny.mlp(), rate=0.2, layers=["3"])
+    assert inserted.sites == {"3": 0.2}
+    refuses(
+        lambda: ds.MCDropout(network, layers=["tail"]), "got tail, which match no layer; the network has layer.dropout"
+    )
+    refuses(lambda: ds.MCDropout(network, layers="layer.*"), "expected a list of names of layers")
+
+
+def test_recurrent_dropout_that_stays_off_is_told(caplog):
+    layers = {"lstm": nn.LSTM(4, 5, 2, dropout=0.5), "drop": nn.Dropout(0.5)}
+    ds.MCDropout(tiny.Network(lambda self, x: self.drop(self.lstm(x)[0]), **layers))
+    assert "dropout inside recurrent layers (lstm) stays off in prediction" in caplog.text
 
 
 def test_what_vmap_cannot_run_drops_all_the_same():

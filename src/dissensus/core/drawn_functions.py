@@ -53,9 +53,8 @@ class DrawnFunctions(nn.Module, ABC):
 
     def forward(self, x: Inputs) -> Tensor:
         with batches.UnchangedInputs(x):
-            outputs: Tensor = self.map_members(
-                lambda member, x: batches.call_network(member.network, x), x
-            )  # (M, B, ...)
+            # (M, B, ...); x is passed on, since dropout masks depend on its shape
+            outputs: Tensor = self.map_members(lambda member, x: batches.call_network(member.network, x), x)
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:

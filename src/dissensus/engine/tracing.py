@@ -59,16 +59,22 @@ class TracedModule(nn.Module):
             return self.module(given)
 
 
-def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] | None = None) -> ExportedProgram:
+def trace(
+    module: nn.Module,
+    x: Inputs,
+    forms: Mapping[Any, Callable[..., Any]] | None = None,
+    axes: Sequence[Any] | None = None,
+) -> ExportedProgram:
     """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 
     Args:
         x: at least two examples, since torch treats an axis of length one as fixed.
         forms: torch operation -> function that computes it by others, for a file's format that lacks it.
+        axes: for each tensor in x, other axes that may have any length that the module allows; None has none.
     """
     given = tuple(batches.input_tensors(x))
     size = Dim("batch", min=1)
-    shapes = (tuple({0: size} for _ in given),)
+    shapes = (tuple({**dict.fromkeys(free, Dim.DYNAMIC), 0: size} for free in axes or [()] * len(given)),)
     # torch logs and prints whole graphs if tracing fails; the caller tries another way or raises.
     with TorchStateGuard("torch.fx.experimental.symbolic_shapes", "torch._export"):
         # Strict tracing refuses most modules.
@@ -79,8 +85,17 @@ def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] 
 def random_operations(exported: ExportedProgram) -> list[str]:
     """Names of operations in the graph that draw random numbers."""
     graphs = [each.graph for each in exported.graph_module.modules() if isinstance(each, torch.fx.GraphModule)]
-    found = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    return sorted({str(each) for each in found if torch.Tag.nondeterministic_seeded in getattr(each, "tags", ())})
+    nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return sorted({str(node.target) for node in nodes if _draws(node)})
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation draws random numbers; fused attention, which torch counts among these, does only to drop."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 
 
 def _fold_members(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the
 import copy
 from abc import ABC
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -107,16 +107,10 @@ def convertible_layers(
     modules are registered. A layer with several names is listed once. `layers`: name patterns with wildcards ("encoder.*");
     None is all. `needed`: whether to raise if there are none.
     """
-    if layers is not None and (isinstance(layers, str) or not layers):
-        raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
     account, reasons = ConversionReport(), _skip_reasons(network)
     known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}
     patterns = ["*"] if layers is None else layers
-    names = [name for name, _ in network.named_modules()]
-    unmatched = [each for each in layers or () if not any(fnmatchcase(name, each) for name in names)]
-    if unmatched:
-        got = f"{', '.join(sorted(unmatched))}, which match no layer"
-        raise ValueError(f"expected names of layers, got {got}; the network has {first_names(list(known))}")
+    check_layer_names(layers, [name for name, _ in network.named_modules()], known)
     found: dict[str, nn.Module] = {}
     for name, _ in network.named_modules():
         if name in reasons:
@@ -130,6 +124,15 @@ def convertible_layers(
         got = f"{type(network).__name__} with none that can be converted{f' ({why})' if why else ''}"
         raise ValueError(f"expected a network with a linear or convolutional layer, got {got}; use nn.Linear or Conv")
     return found, account
+
+
+def check_layer_names(layers: Sequence[str] | None, names: Iterable[str], shown: Iterable[str]) -> None:
+    """Raises unless `layers` is None or a list of patterns that each match a name; `shown`: those that the error lists."""
+    if layers is not None and (isinstance(layers, str) or not layers):
+        raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
+    if unmatched := [each for each in layers or () if not any(fnmatchcase(name, each) for name in names)]:
+        got = f"{', '.join(sorted(unmatched))}, which match no layer"
+        raise ValueError(f"expected names of layers, got {got}; the network has {first_names(list(shown))}")
 
 
 def convertible_copy(

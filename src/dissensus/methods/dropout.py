@@ -2,12 +2,16 @@
 
 import logging
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Unpack, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
@@ -18,10 +22,13 @@ from dissensus.core.member_runner import has_attention, network_lock
 from dissensus.core.networks import Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
 from dissensus.core.prior import PriorKeywords
+from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.layers.conversion import check_layer_names
 from dissensus.numerics.randomness import next_seed
 from dissensus.utils.checks import fraction, integer
 from dissensus.utils.tensor_tree import Tensors, named_submodules
 from dissensus.utils.torch_modes import eval_mode, plain_attention
+from dissensus.utils.torch_private import replace_globals
 
 log = logging.getLogger("dissensus")
 
@@ -29,20 +36,31 @@ DROPOUT = nn.modules.dropout._DropoutNd
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 ALPHA = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 WEIGHT_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+FUNCTIONS = {
+    F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d, F.dropout3d: nn.Dropout3d,
+    F.alpha_dropout: nn.AlphaDropout, F.feature_alpha_dropout: nn.FeatureAlphaDropout,
+}  # fmt: skip
+FUNCTIONAL = "functional dropout"  # the site of all functional dropout: calls are numbered in their order
+
+Change = Callable[[str, Tensor, nn.Module, float], Tensor]  # ("layer#call", tensor, layer, rate) -> what it becomes
 
 
 @final
 class MCDropout(NetworksPosterior):
     """One network with dropout on at prediction: each drawn function has one dropout mask, fixed for all inputs.
 
-    In training every example has its own mask. At prediction batch norm is in eval mode.
+    In training every example has its own mask. At prediction batch norm is in eval mode, and all is dropped that the network
+    drops in training: by dropout modules, by drop-path (whole branches), and by functions (`F.dropout`, attention's
+    `dropout_p`) in modules that hold the rate (`self.dropout = 0.1`). Recurrent layers drop nothing, with a warning.
 
     Args:
         networks: one module, not copied, or a list of M; each network gives `samples` functions.
-        rate: None uses the network's own dropout modules. A number inserts dropout before every linear and
+        rate: None uses the network's own dropout. A number inserts dropout before every linear and
             convolutional layer except the first, in training and in prediction; the caller's module is not changed.
             Before convolutions whole channels are dropped, so a drawn function is the network with some rows of its
             weights removed.
+        layers: name patterns of the modules that drop in prediction ("head.*"), or before which `rate` inserts dropout; None
+            is all (`posterior.sites`). In training the network's own dropout acts everywhere.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
@@ -56,32 +74,32 @@ class MCDropout(NetworksPosterior):
         networks: Networks,
         *,
         rate: float | None = None,
+        layers: Sequence[str] | None = None,
         samples: int = 30,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
         self.rate = rate if rate is None else fraction("rate", rate, hint="0.1 is a usual one")
+        self.layers = layers
         self.samples = integer("samples", samples)
         # Seed of the stored draw; −1 if none is stored.
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))
-        self.sites = dropout_sites(self.particles.template.network, rate)
+        self.sites = dropout_sites(self.particles.template.network, rate, layers)
         self._apart = SingleMemberCache()
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if self.rate is None or not self.training:  # only the network's own dropout modules act
+        if self.rate is None or not self.training:  # only the network's own dropout acts
             return super().member_loss(params, buffers, batch)
 
-        def drop_units(key: str, tensor: Tensor) -> Tensor:  # training: a new mask for every example
-            name = key.rpartition("#")[0]
-            keep = torch.rand(len(tensor), *mask_shape(layers[name], tensor), device=tensor.device) >= self.sites[name]
-            return apply_mask(layers[name], tensor, keep, self.sites[name])
+        def drop_units(_: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:  # every example has a new mask
+            keep = torch.rand(len(tensor), *mask_shape(layer, tensor), device=tensor.device) >= rate
+            return apply_mask(layer, tensor, keep, rate)
 
         def nll(member: Member) -> Tensor:
             with change_at_sites(member.network, self.sites, drop_units):
                 return member.nll(batch)
 
-        layers = dict(self.particles.template.network.named_modules())
         value, buffers = self.particles.call(nll, params, buffers)
         return value + self.penalty(params), (), buffers
 
@@ -109,7 +127,7 @@ class DropoutFunctions(DrawnFunctions):
         self.members = self.rows.stop - self.rows.start
         self.seed = seed
         self.sites = sites
-        self.masks = Masks(particles.template.network, sites, samples, seed)
+        self.masks = Masks(sites, samples, seed)
         self._known_masks: dict[tuple[Any, ...], Tensors] = {}
         self.training = False  # the functions are fixed: the network's own dropout is off, masks are applied by hand
 
@@ -128,9 +146,10 @@ class DropoutFunctions(DrawnFunctions):
         """function(member, *args), as a function that takes the masks before args."""
 
         def run_masked(member: Member, keep: Tensors, *args: Any) -> Any:
-            with change_at_sites(
-                member.network, self.sites, lambda key, tensor: self.masks.apply_at_site(key, tensor, keep[key])
-            ):
+            def drop_units(key: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:
+                return apply_mask(layer, tensor, keep[key], rate)
+
+            with change_at_sites(member.network, self.sites, drop_units):
                 return function(member, *args)
 
         return run_masked
@@ -138,11 +157,15 @@ class DropoutFunctions(DrawnFunctions):
     def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
         """Site and call -> masks (M, *features) of the sites that function passes; it is run once per input shape."""
         shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.input_tensors(x))
+        if any(isinstance(length, torch.SymInt) for shape in shapes for length in shape):
+            raise ValueError(
+                "expected inputs of one shape for dropout masks, got dynamic axes; export without dynamic="
+            )
         if shapes not in self._known_masks:
             met: Tensors = {}
 
-            def note_mask(key: str, tensor: Tensor) -> Tensor:
-                keep = self.masks.site_masks(key, tensor)
+            def note_mask(key: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:
+                keep = self.masks.site_masks(key, tensor, layer, rate)
                 met[key] = keep if self.members == len(keep) else keep[self.rows]
                 return tensor
 
@@ -161,7 +184,7 @@ class DropoutFunctions(DrawnFunctions):
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(0)
-        masks = Masks(network, self.sites, self.masks.members, self.masks.seed)
+        masks = Masks(self.sites, self.masks.members, self.masks.seed)
         return DropoutNetwork(network, masks, self.rows.start + member_index(index, self.members))
 
     def build_subset(self, rows: slice) -> DrawnFunctions:
@@ -183,8 +206,8 @@ class DropoutNetwork(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        def change(key: str, tensor: Tensor) -> Tensor:
-            return self.masks.apply_at_site(key, tensor, self.masks.site_masks(key, tensor)[self.index])
+        def change(key: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:
+            return apply_mask(layer, tensor, self.masks.site_masks(key, tensor, layer, rate)[self.index], rate)
 
         # Hooks come and go with every call.
         with network_lock(self.network), change_at_sites(self.network, self.masks.sites, change):
@@ -192,58 +215,128 @@ class DropoutNetwork(nn.Module):
         return outputs
 
 
-def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
-    """Layer name -> dropout rate. `rate=None`: the network's dropout modules; else all weight layers except the first."""
-    own = {name: module.p for name, module in network.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
-    rates = ((name, module, getattr(module, "dropout", None)) for name, module in network.named_modules())
-    functional = [name or type(part).__name__ for name, part, p in rates if isinstance(p, float) and p > 0]
+def dropout_sites(network: nn.Module, rate: float | None, layers: Sequence[str] | None = None) -> dict[str, float]:
+    """Layer name -> dropout rate. `rate=None`: what drops by itself; else all weight layers except the first."""
+    parts = list(network.named_modules())
+    rates = {name: held_rate(part) for name, part in parts}
+    dropping = [(name, part) for name, part in parts if rates[name] > 0]
+    modules = {name: rates[name] for name, part in dropping if isinstance(part, DROPOUT)}
     if rate is None:
-        if own:
-            if functional:
-                log.info("dropout inside %s stays off in prediction, because it has no module", ", ".join(functional))
-            return own
-        hint = f" ({', '.join(functional)} drop inside their own forward)" if functional else ""
-        use = "use nn.Dropout in the network, or pass rate= to insert dropout"
-        advice = f"functional dropout (F.dropout) has no module to switch on: {use}"
-        raise ValueError(f"expected a network with dropout modules of positive rate, got none{hint}; {advice}")
-    if own:
-        raise ValueError(f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None")
-    weighted = [name for name, module in network.named_modules() if isinstance(module, WEIGHT_LAYERS)]
-    if len(weighted) < 2:
-        got, hint = len(weighted), "put nn.Dropout into the network yourself"
-        raise ValueError(f"expected at least two linear or convolutional layers for dropout between, got {got}; {hint}")
-    return dict.fromkeys(weighted[1:], rate)
+        recurrent = [name for name, part in parts if isinstance(part, nn.RNNBase) and part.dropout]
+        if recurrent:
+            log.warning("dropout inside recurrent layers (%s) stays off in prediction", ", ".join(recurrent))
+        if not dropping:
+            use = "use nn.Dropout, hold the rate of F.dropout as a number (self.dropout = 0.1), or pass rate= to insert it"
+            raise ValueError(f"expected a network that drops at a positive rate, got none; {use}")
+        sites = modules | {name: rates[name] for name, _ in dropping}
+    else:
+        if modules:
+            got = ", ".join(modules)
+            raise ValueError(f"expected a network without dropout if rate is given, got {got}; pass rate=None")
+        weighted = [name for name, module in parts if isinstance(module, WEIGHT_LAYERS)]
+        if len(weighted) < 2:
+            got = f"{len(weighted)}; put nn.Dropout into the network yourself"
+            raise ValueError(f"expected at least two linear or convolutional layers for dropout between, got {got}")
+        sites = dict.fromkeys(weighted[1:], rate)
+    check_layer_names(layers, sites, sites)
+    return {name: p for name, p in sites.items() if layers is None or any(fnmatchcase(name, each) for each in layers)}
+
+
+def held_rate(part: nn.Module) -> float:
+    """The rate at which a module drops its output, or that it holds for functional dropout in its forward; 0 if none."""
+    if isinstance(part, DROPOUT):
+        return part.p
+    if is_drop_path(part):
+        return float(vars(part).get("drop_prob") or vars(part).get("p") or 0.0)
+    if isinstance(part, (nn.RNNBase, *WEIGHT_LAYERS)):
+        return 0.0
+    numbers = {name: value for name, value in vars(part).items() if "drop" in name and isinstance(value, float)}
+    if any(value > 0 for name, value in numbers.items() if re.search("layer_?drop", name)):
+        return 0.0  # in training mode it would skip layers by random numbers that nobody can fix
+    held = [value for name, value in numbers.items() if not re.search("path|layer_?drop|drop_prob", name)]
+    if "attention" in type(part).__name__.lower():  # which reads the rate of a module that it does not call
+        held += [child.p for child in part.children() if isinstance(child, DROPOUT)]
+    return max((value for value in held if value < 1), default=0.0)
+
+
+def is_drop_path(part: nn.Module) -> bool:
+    """Whether a module drops whole branches: drop-path of timm, torchvision or transformers, found by the class's name."""
+    return type(part).__name__.endswith(("DropPath", "StochasticDepth"))
 
 
 @contextmanager
-def change_at_sites(
-    network: nn.Module, sites: dict[str, float], change: Callable[[str, Tensor], Tensor]
-) -> Iterator[None]:
-    """Inside, tensors at sites become `change("layer#call", tensor)`: outputs of dropout modules, inputs of weight layers."""
+def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change) -> Iterator[None]:
+    """Inside, tensors at sites are changed: outputs of modules that drop, inputs of weight layers, and functional dropout.
+
+    Modules with functional dropout are in training mode inside; their submodules keep their own mode.
+    """
     calls: Counter[str] = Counter()
     modules = {path.removesuffix("."): part for path, part in named_submodules(network)}
+    handles, modes = [], []
 
-    def key(name: str) -> str:
+    def change_next(name: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:
         calls[name] += 1
-        return f"{name}#{calls[name] - 1}"
+        return change(f"{name}#{calls[name] - 1}", tensor, layer, rate)
 
-    def hook(name: str) -> Any:
-        if isinstance(modules[name], DROPOUT):
-            return modules[name].register_forward_hook(lambda _, __, output: change(key(name), output))
-        return modules[name].register_forward_pre_hook(lambda _, inputs: (change(key(name), inputs[0]), *inputs[1:]))
+    def hook(name: str, part: nn.Module, rate: float) -> None:
+        if isinstance(part, DROPOUT) or is_drop_path(part):
+            handles.append(part.register_forward_hook(lambda _, __, output: change_next(name, output, part, rate)))
+        elif isinstance(part, WEIGHT_LAYERS):
+            handles.append(part.register_forward_pre_hook(lambda _, x: (change_next(name, x[0], part, rate), *x[1:])))
+        else:
+            modes.append((part, part.training))
+            part.training = True
 
-    handles = [hook(name) for name in sites]
     try:
+        for name, rate in sites.items():
+            hook(name, modules[name], rate)
         # The fast path of attention calls no submodule.
-        with plain_attention() if has_attention(network) else nullcontext():
+        attention = plain_attention() if has_attention(network) else nullcontext()
+        with attention, functional_dropout(change_next) if modes else nullcontext():
             yield
     finally:
         for handle in handles:
             handle.remove()
+        for part, mode in modes:
+            part.training = mode
+
+
+def functional_dropout(change: Change) -> LayerOverrides:
+    """Inside, what functional dropout of a positive rate would drop is changed instead, attention weights included."""
+
+    def drop(function: Any, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any) -> Any:
+        if training and p > 0:
+            return change(FUNCTIONAL, input, FUNCTIONS[function](p), p)
+        return function(input, p, training, *rest, **more)
+
+    def attend(function: Any, query: Any, key: Any, value: Any, *rest: Any, **given: Any) -> Any:
+        given |= dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False))
+        if not (rate := given.pop("dropout_p", 0.0)):
+            return function(query, key, value, **given)
+        one_hot = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], -1)
+        weights = function(query, key, one_hot, **given)  # (..., H, T, S)
+        if given.get("enable_gqa"):
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        return change(FUNCTIONAL, weights, nn.Dropout(rate), rate) @ value
+
+    def attend_by_heads(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch runs a function's body outside of the mode: this one is run with its calls exchanged.
+        heads = args[4]
+        inner = {
+            "has_torch_function": lambda _: False,
+            "scaled_dot_product_attention": partial(attend, F.scaled_dot_product_attention),
+            "dropout": lambda x, p: drop(F.dropout, x.unflatten(0, (-1, heads)), p).flatten(0, 1),
+        }
+        return replace_globals(function, inner)(*args, **kwargs)
+
+    attention = {F.scaled_dot_product_attention: attend, F.multi_head_attention_forward: attend_by_heads}
+    return LayerOverrides(dict.fromkeys(FUNCTIONS, drop) | attention)
 
 
 def mask_shape(layer: nn.Module, tensor: Tensor) -> tuple[int, ...]:
-    """Shape of one example's mask: every unit, or whole channels for channel-wise dropout and before convolutions."""
+    """Shape of one example's mask: every unit; whole channels for channel-wise dropout and before convolutions; a branch."""
+    if is_drop_path(layer):
+        return (1,) * (tensor.ndim - 1)
     whole = isinstance(layer, (*CHANNELWISE, nn.modules.conv._ConvNd)) and tensor.ndim > 2
     return (tensor.shape[1], *[1] * (tensor.ndim - 2)) if whole else tuple(tensor.shape[1:])
 
@@ -255,30 +348,25 @@ def apply_mask(layer: nn.Module, tensor: Tensor, keep: Tensor, rate: float) -> T
         alpha = -1.7580993408473766
         a = 1 / math.sqrt((1 - rate) * (1 + rate * alpha**2))
         return a * torch.where(keep, tensor, alpha) - a * alpha * rate
-    return torch.where(keep, tensor / (1 - rate), 0.0)
+    return torch.where(keep, tensor / (1 - rate) if getattr(layer, "scale_by_keep", True) else tensor, 0.0)
 
 
 class Masks:
     """M masks per site computed from one seed: the same on every device, made at the first call of a site."""
 
-    def __init__(self, network: nn.Module, sites: dict[str, float], members: int, seed: int) -> None:
-        named = {path.removesuffix("."): part for path, part in named_submodules(network)}
-        self.layers = {name: named[name] for name in sites}
+    def __init__(self, sites: dict[str, float], members: int, seed: int) -> None:
         self.sites, self.members, self.seed = sites, members, seed
+        self._numbers = {name: number for number, name in enumerate([*sites, FUNCTIONAL])}
         self._made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    def site_masks(self, key: str, tensor: Tensor) -> Tensor:
+    def site_masks(self, key: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:
         """(M, *features) boolean masks of the site `key`, True where a unit is kept."""
         name, _, call = key.rpartition("#")
-        shape = mask_shape(self.layers[name], tensor)
+        shape = mask_shape(layer, tensor)
         if (key, shape) not in self._made:
             # One generator per site and call, on the host: masks do not depend on the order of calls or on the device.
-            stream = (self.seed + 1_000_003 * list(self.sites).index(name) + 7_919 * int(call)) % 2**63
+            stream = (self.seed + 1_000_003 * self._numbers[name] + 7_919 * int(call)) % 2**63
             generator = torch.Generator().manual_seed(stream)
-            keep = torch.rand(self.members, *shape, generator=generator) >= self.sites[name]
+            keep = torch.rand(self.members, *shape, generator=generator) >= rate
             self._made[key, shape] = keep.to(tensor.device)
         return self._made[key, shape]
-
-    def apply_at_site(self, key: str, tensor: Tensor, keep: Tensor) -> Tensor:
-        name = key.rpartition("#")[0]
-        return apply_mask(self.layers[name], tensor, keep, self.sites[name])

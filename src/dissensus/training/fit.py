@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -27,7 +27,7 @@ from dissensus.distributed.partition import TrainingPartition, partition_trainin
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import training_memory
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
-from dissensus.training.history import Epoch, History, PartialEpoch
+from dissensus.training.history import Epoch, History, PartialEpoch, TrainingStep
 from dissensus.training.optimisation import Optimisation
 from dissensus.training.validation import Validation
 from dissensus.utils.checks import integer, number, one_of
@@ -37,6 +37,7 @@ from dissensus.utils.progress import Progress
 log = logging.getLogger("dissensus")
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
+Callback = Callable[[Epoch], object]
 _warned: WeakSet[Posterior] = WeakSet()  # of their data_size
 
 
@@ -54,7 +55,8 @@ def fit(
     precision: TrainingPrecision = "auto",
     engine: str = "auto",
     device: torch.device | str | None = None,
-    callback: Callable[[Epoch], object] | None = None,
+    callback: Callback | Sequence[Callback] | None = None,
+    on_step: Callable[[TrainingStep], object] | None = None,
     progress: bool | str = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
@@ -90,7 +92,9 @@ def fit(
         precision: "auto" is bf16 on GPUs that support it, else float32.
         engine: how members run: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
         device: device to train on; None is the GPU if there is one.
-        callback: called with each `Epoch`; a true return value stops training.
+        callback: called with each `Epoch`, or a list of such functions; a true return value of one stops training. Ready
+            ones: `dissensus.integrations.loggers`.
+        on_step: called with a `TrainingStep` after each optimiser step. A GPU is waited for only if a value of it is read.
         progress: whether to show progress, or a title to show with it.
         checkpoint: a file (with several processes a folder) written after each epoch; if it exists, training resumes from
             it, on any number of processes. At SIGTERM it is written after the current step, and the process ends; the
@@ -126,10 +130,9 @@ def fit(
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
-        run = _TrainingRun(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine)
+        run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
-        interruptions = Interruptions(division.active_mesh, resumable=checkpoint is not None)
-        with run, bar, interruptions:
+        with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
             for index in choice.remaining_epochs(len(history)):
                 epoch = run.train_epoch(index, bar, interruptions)
                 if epoch is None:
@@ -141,7 +144,7 @@ def fit(
                 choice.keep_best(epoch, history)
                 bar.end_epoch(index, _epoch_line(epoch))
                 store.end_epoch(history, choice.best)
-                if callback is not None and division.broadcast_object(callback(epoch)):
+                if run.call_back(epoch):
                     break
             store.end_run(history, choice.best)
         choice.restore_best()
@@ -150,7 +153,7 @@ def fit(
         return history
 
 
-class _TrainingRun:
+class _Run:
     """Trains epoch by epoch; builds the training step at the first batch. Inside, the posterior's GPU is the current one."""
 
     def __init__(
@@ -164,7 +167,14 @@ class _TrainingRun:
         clip: float | None,
         precision: TrainingPrecision,
         engine: str,
+        callback: Callback | Sequence[Callback] | None,
+        on_step: Callable[[TrainingStep], object] | None,
     ) -> None:
+        given = callback if isinstance(callback, Sequence) else (callback,)
+        self.callbacks = [each for each in given if each is not None]
+        if unfit := [each for each in (*self.callbacks, on_step or print) if not callable(each)]:
+            raise TypeError(f"expected functions as callback and on_step, got {unfit[0]!r}; pass one or a list of them")
+        self.on_step, self.unreported = on_step, list[Tensor]()  # losses of the batches since the last step
         self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
         posterior.batches_per_step = accumulate * division.loader_count
@@ -180,7 +190,7 @@ class _TrainingRun:
         """Tells the posterior the length of the run, in steps if it is known; `told`: what a checkpoint knows of it."""
         posterior, self.length_is_unknown = self.posterior, False
         self.done, steps_per_epoch = told.get("done") or 0, told.get("steps_per_epoch")
-        self.first_step = int(posterior.steps)  # of the epochs that follow
+        self.first_step = self.steps = int(posterior.steps)  # of the epochs that follow
         if (batches := self.loader.length) is not None:
             steps_per_epoch = max(1, math.ceil(batches / self.accumulate))
         if steps_per_epoch is not None:
@@ -240,6 +250,7 @@ class _TrainingRun:
                     losses = step(rows)
                 total = losses.clone() if total is None else total.add_(losses)
                 part.batches += 1
+                self.report_step(losses)
                 part.examples += posterior.particles.exchange.batch_rows(rows.size)[0]  # of the whole batch
                 bar.step()
                 if left := interruptions.should_stop() and part.batches % self.accumulate == 0:
@@ -249,6 +260,7 @@ class _TrainingRun:
                 raise ValueError(f"expected at least one batch from the loader, got none; {hint}")
             if self.step is not None and part.batches > first:
                 self.step.finish()
+                self.report_step(None)
                 self.step.check()
                 total = self.division.gather_losses(total)
         part.total, part.seconds = total, time.perf_counter() - start
@@ -260,6 +272,22 @@ class _TrainingRun:
             self.history.engine = self.step.engine_name
         warn_of_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
+
+    def call_back(self, epoch: Epoch) -> bool:
+        """Calls the callbacks; whether one of them, on the first process, wants to stop."""
+        found = [bool(each(epoch)) for each in self.callbacks]
+        return bool(found and self.division.broadcast_object(any(found)))
+
+    def report_step(self, losses: Tensor | None) -> None:
+        """Calls `on_step` if the optimiser has stepped; losses: (M,) of the last batch, or None at the end of an epoch."""
+        if self.on_step is None:
+            return
+        if losses is not None:
+            self.unreported.append(losses.detach().clone())  # a captured step will overwrite them
+        if self.unreported and (losses is None or len(self.unreported) == self.accumulate):
+            self.steps, losses = self.steps + 1, torch.stack(self.unreported).mean(0)
+            self.unreported.clear()
+            self.on_step(TrainingStep(self.steps, losses, self.plan.optimizer.param_groups[0]["lr"]))
 
     def _build_step(self, batch: Batch) -> Step:
         posterior, optimizer, precision = self.posterior, self.plan.optimizer, self.settings["precision"]

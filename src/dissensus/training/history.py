@@ -44,6 +44,33 @@ class Epoch:
         """The score, lower is better, by which `fit` chooses the epoch to keep; None without validation."""
         return self.validation if self.look is None else self.look
 
+    def row(self) -> dict[str, Any]:
+        """Its numbers by name, first "epoch"; losses of members are member0, member1, ...."""
+        own = {name: getattr(self, name) for name in ("epoch", "loss", "validation", "lr", "seconds")}
+        return own | {f"member{i}": loss for i, loss in enumerate(self.members)}
+
+
+class TrainingStep:
+    """One optimiser step; `fit` passes it to `on_step`. Its values are read from the device only if they are asked for.
+
+    Args:
+        step: the posterior's steps so far, from 1.
+        losses: (M,) mean losses of its batches, of the members that this process trains.
+        lr: learning rate of the first parameter group; as an attribute a number.
+    """
+
+    def __init__(self, step: int, losses: Tensor, lr: float | Tensor) -> None:
+        self.step, self.losses = step, losses
+        self._lr = lr.clone() if isinstance(lr, Tensor) else lr  # a tensor of captured steps is changed in place
+
+    lr = property(lambda self: float(self._lr))
+    loss = property(lambda self: float(self.losses.mean()))
+
+    def row(self) -> dict[str, Any]:
+        """Its numbers by name, first "step", as in `Epoch.row`."""
+        own = {name: getattr(self, name) for name in ("step", "loss", "lr")}
+        return own | {f"member{i}": loss for i, loss in enumerate(self.losses.tolist())}
+
 
 @dataclass(repr=False)
 class History:
@@ -91,12 +118,7 @@ class History:
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame with one row per epoch and a loss column per member."""
-
-        def row(e: Epoch) -> dict[str, Any]:
-            own = {name: getattr(e, name) for name in ("epoch", "loss", "validation", "lr", "seconds")}
-            return own | {f"member{i}": loss for i, loss in enumerate(e.members)}
-
-        return as_dataframe([row(e) for e in self.epochs], index="epoch")
+        return as_dataframe([epoch.row() for epoch in self.epochs], index="epoch")
 
     def plot(self) -> Any:
         """A matplotlib figure of the losses over epochs: members, their mean, validation and the epoch kept."""

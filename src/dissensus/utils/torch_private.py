@@ -6,6 +6,7 @@ Tried on torch 2.11 (CPU and CUDA) and 2.13 (CPU).
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def unseen_by_function_modes() -> AbstractContextManager[object]:
     """Inside, no function mode sees what is called."""
     return torch._C.DisableTorchFunction()
+
+
+def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """A copy of a Python function of torch whose body reads other globals of these names."""
+    made = FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def has_memory(tensor: Tensor) -> bool:

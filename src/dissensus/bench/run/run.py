@@ -245,7 +245,7 @@ class Run:
                 patience=training.get("patience"),
                 precision=training.get("precision", "auto"),
                 engine=training.get("engine", "auto"),
-                callback=self._callback(posterior),
+                callback=self._callbacks(posterior),
                 progress=self.config.method if progress else False,  # the variant's name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
@@ -289,23 +289,19 @@ class Run:
             write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
         self.wait_until_written()
 
-    def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
-        """The callback after each epoch: writes a line of the log, and measures members' distances and learning curves."""
-        asked, watching = self.config.evaluation if self.is_writer else {}, []
+    def _callbacks(self, posterior: Posterior) -> list[Callable[[Epoch], None]]:
+        """After each epoch: writes a line of the log, and measures members' distances and learning curves."""
+        asked, watching = (
+            self.config.evaluation if self.is_writer else {},
+            list[Callable[[Epoch], None] | None]([self.log]),
+        )
         if "distances_every" in asked:
             every = asked["distances_every"]
             watching.append(distance_callback(self.folder, posterior, self._comparison_batches, every=every))
         if "curves_every" in asked:
             rows = (self.data.train, self.data.test)
             watching.append(learning_callback(self.folder, posterior, *rows, self.loader, every=asked["curves_every"]))
-
-        def after(epoch: Epoch) -> None:
-            self.log(epoch)
-            for look in watching:
-                if look is not None:
-                    look(epoch)
-
-        return after
+        return [each for each in watching if each is not None]
 
     @property
     def _comparison_batches(self) -> Batches:
