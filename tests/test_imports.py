@@ -42,9 +42,8 @@ ROOMS = {
     "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",
     "frozen_backbone": "utils core data methods",
     "export_model": "utils numerics core layers engine methods calibration storage version",
-    "integrations": "utils storage training",  # other people's tools
     "sklearn": "utils numerics core layers methods nets data storage training calibration",
-    "integrations": "utils numerics core training",  # callbacks for other libraries' trainers
+    "integrations": "utils numerics core storage training",  # callbacks for other people's trainers and loggers
     "bench": "utils numerics plots nets metrics data core layers engine methods theory storage training evaluation "
     "predict calibration version distributed",
     "report": "evaluation bench",  # the one door into bench, opened only inside the function

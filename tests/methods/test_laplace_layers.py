@@ -15,29 +15,6 @@ ROWS = torch.randn(B, 6, dtype=torch.float64, generator=GENERATOR)
 TOKENS = torch.randn(B, T, 6, dtype=torch.float64, generator=GENERATOR)
 IMAGES = torch.randn(B, 2, 3, 3, dtype=torch.float64, generator=GENERATOR)
 
-
-class TokenClassification(ds.Classification):
-    """Logits (B, T, C) as transformers give them."""
-
-    class_axis = -1
-
-    def log_prob(self, outputs, y):
-        return super().log_prob(outputs.movedim(-1, 1), y)
-
-    def curvature(self, outputs, y=None):
-        p = outputs.softmax(-1)
-        return p, p
-
-    def describe(self, outputs):
-        return super().describe(outputs.movedim(-1, 1))
-
-    def check(self, output_shape, y):
-        return None
-
-
-TOKEN_LIKELIHOOD = getattr(ds, "Tokens", TokenClassification)
-
-
 def adapted():
     """A layer with an adapter of rank two, as peft writes them, before a tanh and a head."""
     layers = {"base": nn.Linear(6, 5), "lora_A": nn.Linear(6, 2, bias=False), "lora_B": nn.Linear(2, 5, bias=False)}
@@ -80,7 +57,7 @@ CASES = {
     "decoder": (decoder, None, TOKENS, (B,), ds.Classification()),
     "resized": (resized, None, IMAGES, (B, 5, 5), ds.Classification(ignore_index=1)),
     "tokens (B, C, T)": (lambda: tokens(True), None, TOKENS, (B, T), ds.Classification(ignore_index=0)),
-    "tokens (B, T, C)": (lambda: tokens(False), None, TOKENS, (B, T), TOKEN_LIKELIHOOD(ignore_index=0)),
+    "tokens (B, T, C)": (lambda: tokens(False), None, TOKENS, (B, T), ds.Tokens(ignore_index=0)),
     "positions as classes": (lambda: nn.Linear(6, C), None, TOKENS, (B, C), ds.Classification()),
     "scaled, all layers": (
         lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, C), nn.Hardtanh()),

@@ -41,6 +41,8 @@ class Tokens(_TokenLabels, Classification):
         **settings: `class_weights` and the other keywords of `Classification`.
     """
 
+    class_axis = -1
+
     def __init__(self, ignore_index: int = -100, *, shift: bool = False, **settings: Any) -> None:
         super().__init__(integer("ignore_index", ignore_index, least=-(2**63)), **settings)
         self.shift = shift
