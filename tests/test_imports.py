@@ -28,18 +28,19 @@ ROOMS = {
     "metrics": "utils numerics",
     "data": "utils numerics",
     "core": "utils numerics kernels plots data",  # plots only inside `plot`, data only where rows are given as such
+    "likelihoods": "utils numerics core",  # those beyond classes and values, which core has
     "layers": "utils numerics kernels nets core",  # the NTK form of a linear layer is converted as the plain one is
-    "landscape": "utils numerics plots core layers",  # plots only to draw
+    "landscape": "utils numerics plots core likelihoods layers",  # plots only to draw
     "engine": "utils numerics kernels core",
     "distributed": "utils numerics kernels core engine",  # who has which members and rows
-    "methods": "utils numerics kernels core layers engine",
+    "methods": "utils numerics kernels core likelihoods layers engine",
     "theory": "utils numerics core nets layers landscape methods",
-    "storage": "utils numerics core data nets methods",
+    "storage": "utils numerics core likelihoods data nets methods",
     "predict": "utils numerics core data engine storage",
-    "calibration": "utils numerics core engine metrics",
+    "calibration": "utils numerics core likelihoods engine metrics",
     "attacks": "utils numerics core data methods",
     "training": "utils numerics plots core data layers landscape engine distributed methods storage",
-    "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",
+    "evaluation": "utils numerics plots core likelihoods engine methods metrics data attacks calibration",
     "frozen_backbone": "utils core data methods",
     "export_model": "utils numerics core layers engine methods calibration storage version",
     "sklearn": "utils numerics core layers methods nets data storage training calibration",

@@ -10,11 +10,11 @@ from dissensus.core.calibrated import KIND_ROOMS
 from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.loader import Loader
-from dissensus.core.multilabel import MultiLabel, MultiLabelPredictive
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.weights import Recorder
+from dissensus.likelihoods.multilabel import MultiLabel, MultiLabelPredictive
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
 from dissensus.version import __version__ as __version__
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
-    from dissensus.core.tokens import SequencePredictive, TokenPredictive, Tokens
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.evaluation.member_diagnostics import (
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from dissensus.frozen_backbone import BackboneAndHead, cache_features, heads
     from dissensus.layers.modulation import Modulation
     from dissensus.layers.nodes import Capacity, capacity
+    from dissensus.likelihoods.tokens import SequencePredictive, TokenPredictive, Tokens
     from dissensus.methods import (
         HMC,
         LIT,
@@ -105,9 +105,9 @@ _HOMES = {
     "Particles": "core.particles",
     "RecordingPosterior": "methods.parts.sampling_posterior",
     "SamplingPosterior": "methods.parts.sampling_posterior",
-    "SequencePredictive": "core.tokens",
-    "TokenPredictive": "core.tokens",
-    "Tokens": "core.tokens",
+    "SequencePredictive": "likelihoods.tokens",
+    "TokenPredictive": "likelihoods.tokens",
+    "Tokens": "likelihoods.tokens",
     "cache_features": "frozen_backbone",
     "calibrate": "calibration.calibrate",
     "capacity": "layers.nodes",

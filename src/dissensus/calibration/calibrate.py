@@ -18,8 +18,8 @@ from dissensus.core.likelihood import expand_weight
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
-from dissensus.core.tokens import Tokens, token_rows
 from dissensus.engine.prediction_loop import predict_loader
+from dissensus.likelihoods.tokens import Tokens, token_rows
 from dissensus.metrics.classification import confidence_bin, confidence_ece
 from dissensus.numerics.isotonic import isotonic_knots, pad_knots
 from dissensus.utils.checks import one_of

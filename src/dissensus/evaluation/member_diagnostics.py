@@ -14,7 +14,7 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, checked_members, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
-from dissensus.core.tokens import token_rows
+from dissensus.likelihoods.tokens import token_rows
 from dissensus.methods.parts.repulsion import input_gradient, selected_output
 from dissensus.metrics.chain_diagnostics import effective_sample_size, split_rhat
 from dissensus.numerics.rbf_kernels import directions, squared_distances, to_kernel_precision

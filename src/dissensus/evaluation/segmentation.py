@@ -17,10 +17,10 @@ from dissensus.calibration.conformal import CLASS_UNCERTAINTY
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.predictive import SummaryPredictive
-from dissensus.core.tokens import TokenPredictive, token_rows
 from dissensus.engine.prediction_loop import Answer, FixedDraw, Timer
 from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.loader_predictions import Shapes
+from dissensus.likelihoods.tokens import TokenPredictive, token_rows
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
 from dissensus.metrics.classification import bin_sums
 from dissensus.metrics.metric_inputs import labelled_rows

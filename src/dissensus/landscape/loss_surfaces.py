@@ -19,8 +19,8 @@ from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.core.tokens import token_rows
 from dissensus.layers.batch_norm import refresh_statistics, statistics_mode
+from dissensus.likelihoods.tokens import token_rows
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors

@@ -12,10 +12,10 @@ from torch import nn
 
 from dissensus.core.description import describe_network, differences, layer_lines, short_layer_line
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
-from dissensus.core.multilabel import MultiLabel
 from dissensus.core.particles import store_tensors_once
 from dissensus.core.posterior import Posterior
-from dissensus.core.tokens import Tokens
+from dissensus.likelihoods.multilabel import MultiLabel
+from dissensus.likelihoods.tokens import Tokens
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.utils.checks import one_of

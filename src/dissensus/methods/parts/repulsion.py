@@ -19,7 +19,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.posterior import Posterior
-from dissensus.core.tokens import Tokens
+from dissensus.likelihoods.tokens import Tokens
 from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
