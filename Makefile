@@ -6,7 +6,7 @@ TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # another torch: make test TORCH=2.11.0
 PIP     = sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt && $(BIN)/pip install -q -c $(VENV)/constraints.txt
 
-.PHONY: bench test test-slow lint types docs clean
+.PHONY: bench test test-slow test-stacks lint types docs clean
 
 bench: $(VENV)/installed
 	$(BIN)/dissensus bench --jobs 2
@@ -16,6 +16,11 @@ test: $(VENV)/installed-test
 
 test-slow: $(VENV)/installed-test
 	$(BIN)/pytest -m slow
+
+# Every package must be there: what is missing would be skipped.
+test-stacks: $(VENV)/installed-stacks
+	$(BIN)/python -c "import transformers, peft, timm, lightning, accelerate, torchmetrics, torchvision"
+	$(BIN)/pytest -n auto --dist worksteal -m "" tests/stacks
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -38,6 +43,10 @@ $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/installed-test: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e ".[test,lint]"
 	touch $@ $(VENV)/installed
+
+$(VENV)/installed-stacks: $(VENV)/installed-test
+	$(PIP) -e ".[test,lint,stacks]"
+	touch $@
 
 # The site is made from the pages and the source alone: torch is not needed for it.
 $(VENV)/installed-docs: $(BIN)/python pyproject.toml constraints.txt

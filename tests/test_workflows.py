@@ -34,8 +34,16 @@ def unknown_targets(lines: list[str]) -> list[str]:
     return [word for word in named if "/" not in word and "=" not in word and word not in targets()]
 
 
-def test_there_are_workflows_for_tests_site_and_releases():
-    assert [path.stem for path in WORKFLOWS] == ["release", "site", "tests"]
+def test_there_are_workflows_for_tests_stacks_site_and_releases():
+    assert [path.stem for path in WORKFLOWS] == ["release", "site", "stacks", "tests"]
+
+
+def test_the_stacks_are_installed_imported_and_pinned():
+    """`make test-stacks` would skip a package that is not there, so it imports each one that the extra names."""
+    named = {re.match(r"\w+", each)[0] for each in PROJECT["optional-dependencies"]["stacks"]}
+    (line,) = re.findall(r'python -c "import ([\w, ]+)"', (ROOT / "Makefile").read_text())
+    assert set(line.split(", ")) == named
+    assert named <= set(re.findall(r"^(\w+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", YAML, ids=lambda path: path.name)

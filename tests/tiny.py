@@ -190,3 +190,25 @@ def svgd_direction(z: Tensor, score: Tensor, *, bandwidth: float | None = None) 
     kernel, h = rbf_kernels.kernel_and_bandwidth(rbf_kernels.squared_distances(z), bandwidth)
     slopes = rbf_kernels.slopes(kernel, h) / len(z)
     return rbf_kernels.apply_matrix(kernel / len(z), score) - rbf_kernels.apply_matrix(slopes, z - z.mean(0))
+
+
+def check_latents_around(make, x, folder):
+    """NodeBNN's latents at 1 reproduce the network that `make` gives, of 3 classes; it trains, and loads around a plain one."""
+    network, y = make().eval(), torch.tensor([0, 2])
+    posterior = still(ds.NodeBNN(network, data_size=2, components=1, samples=1, batch_norm="frozen")).eval()
+    with torch.no_grad():
+        expected = batches.call_network(network, x)
+        torch.testing.assert_close(posterior(x)[0], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(batches.call_network(posterior.collapse(), x), expected, rtol=1e-5, atol=1e-6)
+
+    posterior = ds.NodeBNN(network, data_size=2, components=2, samples=2, init_std=0.1, batch_norm="frozen")
+    before = posterior.mean.detach().clone()
+    groups = posterior.parameter_groups(lr=1e-4)
+    ds.fit(posterior, [(x, y)], epochs=2, optimizer=torch.optim.SGD(groups), progress=False)
+    assert not torch.equal(posterior.mean, before)
+    with torch.no_grad():
+        passed = batches.call_network(posterior.member(1).eval(), x).log_softmax(-1)
+    predictive = posterior.predict(x)
+    torch.testing.assert_close(predictive.log_probs[1], passed, rtol=1e-4, atol=1e-5)
+    ds.save(posterior, folder / "saved")
+    assert torch.equal(ds.load(folder / "saved", make()).predict(x).mean, predictive.mean)

@@ -1,10 +1,13 @@
 """torchmetrics classes equal the plain functions, batch by batch and merged over workers."""
 
+import math
 import pickle
 
 import pytest
 import torch
 
+import dissensus as ds
+import tiny
 from dissensus import metrics
 
 pytest.importorskip("torchmetrics", reason="needs torchmetrics: pip install 'dissensus[torchmetrics]'")
@@ -21,6 +24,7 @@ SCORES = torch.randn(60, dtype=torch.float64, generator=GENERATOR)
 TABLE = [
     ("Accuracy", {}, metrics.accuracy, [(LOG_P.exp(), 0), (Y, 0)]),
     ("NLL", {}, metrics.nll, [(LOG_P, 0), (Y, 0)]),
+    ("NLL", {}, lambda p, y: metrics.nll(p.log(), y), [(LOG_P.exp(), 0), (Y, 0)]),
     ("Brier", {}, metrics.brier, [(LOG_P.exp(), 0), (Y, 0)]),
     ("ECE", {}, metrics.ece, [(LOG_P.exp(), 0), (Y, 0)]),
     ("ECE", {"bins": 4}, lambda p, y: metrics.ece(p, y, bins=4), [(LOG_P.exp(), 0), (Y, 0)]),
@@ -82,6 +86,39 @@ def test_void_pixels_are_left_out():
             metric.update(p[i : i + 1], y[i : i + 1])
         metric.update(p[:1], torch.full((1, 4, 5), 255))  # an image with nothing labelled
         assert metric.compute().item() == pytest.approx(plain(p, y, ignore_index=255).item(), abs=1e-12)
+
+
+def test_one_collection_takes_probabilities_and_agrees_with_evaluate():
+    import torchmetrics
+
+    x, y = tiny.points(30)
+    posterior = ds.DeepEnsemble([tiny.mlp().double() for _ in range(2)])
+    probabilities = posterior.predict(x).mean
+    theirs = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+    ours = {"nll": metrics.NLL(), "accuracy": metrics.Accuracy(), "brier": metrics.Brier(), "ece": metrics.ECE()}
+    collection = torchmetrics.MetricCollection({**ours, "theirs": theirs})
+    for rows in (slice(0, 7), slice(7, 30)):
+        collection.update(probabilities[rows], y[rows])
+    found, evaluation = collection.compute(), ds.evaluate(posterior, (x, y), progress=False).metrics
+    for name in ours:
+        assert found[name].item() == pytest.approx(evaluation[name], abs=1e-12), name
+    assert found["theirs"].item() == pytest.approx(evaluation["accuracy"], abs=1e-7)
+    named = torchmetrics.MetricCollection(ours)
+    named.reset()
+    named.update(probabilities=probabilities, y=y)
+    assert named.compute()["nll"].item() == pytest.approx(evaluation["nll"], abs=1e-12)
+
+
+def test_metrics_of_equal_values_on_the_first_batch_stay_apart_in_a_collection():
+    import torchmetrics
+
+    sure, wrong = torch.eye(4, dtype=torch.float64), torch.full((2, 4), 0.25, dtype=torch.float64)
+    kinds = {"nll": metrics.NLL(), "brier": metrics.Brier(), "void": metrics.Brier(ignore_index=3)}
+    collection = torchmetrics.MetricCollection(kinds)
+    collection.update(sure[:3], torch.arange(3))  # NLL and Brier score are 0
+    collection.update(wrong, torch.tensor([0, 3]))
+    expected = {"nll": 2 * math.log(4) / 5, "brier": 2 * 0.75 / 5, "void": 0.75 / 4}
+    assert {name: value.item() for name, value in collection.compute().items()} == pytest.approx(expected)
 
 
 def test_nothing_seen_is_an_error():

@@ -1,8 +1,9 @@
 """torchmetrics classes built on the plain functions; their states are sums, so they synchronise over processes.
 
 `update` takes the arguments of the plain function of the same name, one batch at a time; `compute` equals the plain
-function of all batches together. AUROC, AUPR and FPR95 are binned (`streaming.ScoreHistogram`). This file is imported on
-first use of a class: torchmetrics takes seconds to import, and is an extra (pip install 'dissensus[torchmetrics]').
+function of all batches together. All classes of class predictions take probabilities, NLL too. AUROC, AUPR and FPR95 are
+binned (`streaming.ScoreHistogram`). This file is imported on first use of a class: torchmetrics takes seconds to import, and
+is an extra (pip install 'dissensus[torchmetrics]').
 """
 
 import inspect
@@ -15,6 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from dissensus.metrics import classification, metric_inputs, regression, streaming
+from dissensus.utils.arrays import tensor_of
 
 
 class _Sums(Metric):
@@ -62,6 +64,10 @@ class _Sums(Metric):
         """() The metric of all batches."""
         return type(self)._number(self.state)
 
+    def _keep_apart(self, *settings: object) -> None:
+        """Stops a MetricCollection from sharing these states with those of a metric that equal them on the first batch."""
+        self.add_state("_".join(map(str, (type(self).__name__, *settings))), torch.zeros(()), dist_reduce_fx="sum")
+
 
 class _Mean(NamedTuple):
     """Sum and number of per-example values."""
@@ -97,6 +103,7 @@ class _MeanOfValues(_Sums, number=_Mean.mean):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(_Mean(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)), **kwargs)
+        self._keep_apart()
 
 
 class _ClassMean(_MeanOfValues):
@@ -105,14 +112,22 @@ class _ClassMean(_MeanOfValues):
     def __init__(self, *, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.ignore_index = ignore_index
+        self._keep_apart(ignore_index)
 
 
 class Accuracy(_ClassMean, values=classification.accuracy_values, higher_is_better=True):
     """torchmetrics class of `accuracy`: compute() gives () over all batches."""
 
 
-class NLL(_ClassMean, values=classification.nll_values):
-    """torchmetrics class of `nll`: compute() gives () over all batches."""
+def _nll_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
+    """(n,) −log p(y) per example, of probabilities or their logarithms: the lowest of two or more is at most −log 2."""
+    values = tensor_of(probabilities, torch.float64)
+    log = bool((values < -metric_inputs.TOLERANCE).any())
+    return classification.nll_values(values if log else values.clamp(min=0).log(), y, ignore_index=ignore_index)
+
+
+class NLL(_ClassMean, values=_nll_values):
+    """torchmetrics class of `nll`: compute() gives () over all batches; `update` takes probabilities or their logarithms."""
 
 
 class Brier(_ClassMean, values=classification.brier_values):
@@ -145,6 +160,7 @@ class ECE(_Sums, number=streaming.CalibrationBins.ece):
     def __init__(self, *, bins: int = 15, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(streaming.CalibrationBins.empty(bins), **kwargs)
         self.ignore_index = ignore_index
+        self._keep_apart(ignore_index)
 
     def update(self, probabilities: Tensor, y: Tensor) -> None:
         self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
@@ -156,6 +172,7 @@ class MIoU(_Sums, number=streaming.ConfusionCounts.miou, higher_is_better=True):
     def __init__(self, *, classes: int, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(streaming.ConfusionCounts.empty(classes), **kwargs)
         self.ignore_index = ignore_index
+        self._keep_apart(ignore_index)
 
     def update(self, probabilities: Tensor, y: Tensor) -> None:
         self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
