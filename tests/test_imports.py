@@ -236,8 +236,8 @@ def test_a_stranger_finds_the_way():
     assert weight.long_functions(SOURCE) == []
     core = weight.weights(SOURCE)["core"]
     assert core.files <= 20
-    assert core.lines <= 5400
-    assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
+    assert core.lines <= 5320
+    assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 48_400
 
 
 def test_a_batch_enters_few_files_before_the_optimiser_steps():

@@ -14,13 +14,12 @@ from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.weights import Recorder
-from dissensus.likelihoods.multilabel import MultiLabel, MultiLabelPredictive
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import attacks, data, distributed, landscape, metrics, nets, sklearn, theory
+    from dissensus import attacks, data, distributed, integrations, landscape, metrics, nets, sklearn, theory
     from dissensus.calibration.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.calibration.conformal import Conformal, conformal
     from dissensus.calibration.selective import Gate, ood_gate, selective
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from dissensus.frozen_backbone import BackboneAndHead, cache_features, heads
     from dissensus.layers.modulation import Modulation
     from dissensus.layers.nodes import Capacity, capacity
+    from dissensus.likelihoods.multilabel import MultiLabel, MultiLabelPredictive
     from dissensus.likelihoods.tokens import SequencePredictive, TokenPredictive, Tokens
     from dissensus.methods import (
         HMC,
@@ -101,6 +101,8 @@ _HOMES = {
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.member_diagnostics",
     "MemberFunctions": "core.drawn_functions",
+    "MultiLabel": "likelihoods.multilabel",
+    "MultiLabelPredictive": "likelihoods.multilabel",
     "Modulation": "layers.modulation",
     "Particles": "core.particles",
     "RecordingPosterior": "methods.parts.sampling_posterior",

@@ -15,6 +15,7 @@ ROWS = torch.randn(B, 6, dtype=torch.float64, generator=GENERATOR)
 TOKENS = torch.randn(B, T, 6, dtype=torch.float64, generator=GENERATOR)
 IMAGES = torch.randn(B, 2, 3, 3, dtype=torch.float64, generator=GENERATOR)
 
+
 def adapted():
     """A layer with an adapter of rank two, as peft writes them, before a tanh and a head."""
     layers = {"base": nn.Linear(6, 5), "lora_A": nn.Linear(6, 2, bias=False), "lora_B": nn.Linear(2, 5, bias=False)}

@@ -237,23 +237,12 @@ ERRORS = {
 CELLS = [(row, column) for row in ROWS for column in COLUMNS]
 EXPORTED_OFTEN = ("BERT", "HF ViT", "timm resnet", "LightningModule")  # others are slow: tracing takes seconds
 SLOW = {("timm tinynet", "Laplace"), *((row, "export") for row in ROWS if row not in EXPORTED_OFTEN)}
-OF_LIGHTNING = ("MAP", "MCDropout", "SWAG", "TRADI", "SnapshotEnsemble", "NodeBNN", "RankOneBNN", "MeanFieldVI")
-PENDING = {
-    *((row, column) for row in ("BERT, labels inside", "HF tokens", "HF causal LM") for column in COLUMNS),
-    *(("LightningModule", column) for column in (*OF_LIGHTNING, "GaussianPerturbation", "SGHMC")),
-    *((row, "Laplace") for row in ("GPT-2", "Llama", "torchvision segmentation")),
-    *((row, "export") for row in [*TEXTS, "HF ViT", "timm vit"] if row != "DeBERTa"),
-    ("GPT-2", "DropoutEnsemble"),
-}
-
-
-def marked(*cell: str) -> Any:
-    slow, pending = pytest.mark.slow, pytest.mark.xfail(reason="not built yet")
-    return pytest.param(*cell, marks=[slow] * (cell in SLOW) + [pending] * (cell in PENDING))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("row", "column"), [marked(*cell) for cell in CELLS])
+@pytest.mark.parametrize(
+    ("row", "column"), [pytest.param(*cell, marks=[pytest.mark.slow] * (cell in SLOW)) for cell in CELLS]
+)
 def test_a_cell_works_or_raises_the_one_clear_error_of_the_table(row, column, tmp_path):
     try:
         use(ROWS[row], column, tmp_path)
