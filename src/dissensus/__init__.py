@@ -141,7 +141,7 @@ __all__ = [
     "RankOneBNN", "Recorder", "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior",
     "SequencePredictive", "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks",
     "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "data", "distributed", "evaluate",
-    "export", "fit", "heads", "landscape", "load", "member_distances", "metrics", "nets", "ood_gate",
+    "export", "fit", "heads", "integrations", "landscape", "load", "member_distances", "metrics", "nets", "ood_gate",
     "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save", "selective",
     "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
 ]  # fmt: skip
