@@ -35,7 +35,7 @@ def test_every_public_name_is_in_the_reference_once():
     found = directives()
     assert len(found) == len(set(found))
     top = {name for name in found if "." not in name}
-    assert top == set(ds.__all__) - set(ROOMS)
+    assert top == set(ds.__all__) - {*ROOMS, "integrations"}  # whose modules need other packages
     for room in ROOMS:
         public = importlib.import_module(f"dissensus.{room}").__all__
         mine = sorted(name.rpartition(".")[2] for name in found if name.split(".")[0] == room)
