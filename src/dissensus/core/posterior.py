@@ -322,7 +322,8 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 def expect_posterior(given: object) -> Posterior:
     """The argument, if it is a posterior; raises for a plain network, a common mistake."""
     if not isinstance(given, Posterior):
-        raise TypeError(f"expected a posterior, got {type(given).__name__}; wrap the network, for example in MAP(...)")
+        hint = "wrap the network, for example in MAP(...); calibrate changes the posterior itself"
+        raise TypeError(f"expected a posterior, got {type(given).__name__}; {hint}")
     return given
 
 

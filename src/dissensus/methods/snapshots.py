@@ -197,7 +197,7 @@ class SnapshotRecorder(Recorder):
         """Number of snapshots so far; raises if there are none."""
         if not self.ready:
             got = f"none after {int(self.snapshots.observed)} observed steps (the first is at call {self.snapshots.start})"
-            advice = "train with fit, or call observe(optimizer) after optimizer.step()"
+            advice = "train with fit, pass ds.watching the run's steps=, or call observe(optimizer) after each step"
             raise ValueError(f"expected at least one snapshot of the weights, got {got}; {advice}")
         return int(self.snapshots.taken)
 

@@ -171,7 +171,8 @@ def load(
             raise TypeError(f"expected a function that makes the network from the base, got {got}")
         network = network(copy_sharing_tensors(base))
     if network is not None and not isinstance(network, nn.Module):
-        raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network object")
+        got = f"{type(network).__name__}; pass one network, or base= with a function that makes one of it"
+        raise TypeError(f"expected an nn.Module as network, got {got}")
     config, tensors = read_posterior(Path(folder))
     return rebuild(config, add_base(config, tensors, network), network, likelihood, method, Path(folder))
 

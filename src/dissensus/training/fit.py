@@ -38,6 +38,7 @@ log = logging.getLogger("dissensus")
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
 Callback = Callable[[Epoch], object]
+StepCallback = Callable[[TrainingStep], object]
 _warned: WeakSet[Posterior] = WeakSet()  # of their data_size
 
 
@@ -56,7 +57,7 @@ def fit(
     engine: str = "auto",
     device: torch.device | str | None = None,
     callback: Callback | Sequence[Callback] | None = None,
-    on_step: Callable[[TrainingStep], object] | None = None,
+    on_step: StepCallback | Sequence[StepCallback] | None = None,
     progress: bool | str = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
@@ -94,7 +95,8 @@ def fit(
         device: device to train on; None is the GPU if there is one.
         callback: called with each `Epoch`, or a list of such functions; a true return value of one stops training. Ready
             ones: `dissensus.integrations.loggers`.
-        on_step: called with a `TrainingStep` after each optimiser step. A GPU is waited for only if a value of it is read.
+        on_step: called with a `TrainingStep` after each optimiser step; one or a list. A GPU is waited for only if a value is
+            read.
         progress: whether to show progress, or a title to show with it.
         checkpoint: a file (with several processes a folder) written after each epoch; if it exists, training resumes from
             it, on any number of processes. At SIGTERM it is written after the current step, and the process ends; the
@@ -168,13 +170,10 @@ class _Run:
         precision: TrainingPrecision,
         engine: str,
         callback: Callback | Sequence[Callback] | None,
-        on_step: Callable[[TrainingStep], object] | None,
+        on_step: StepCallback | Sequence[StepCallback] | None,
     ) -> None:
-        given = callback if isinstance(callback, Sequence) else (callback,)
-        self.callbacks = [each for each in given if each is not None]
-        if unfit := [each for each in (*self.callbacks, on_step or print) if not callable(each)]:
-            raise TypeError(f"expected functions as callback and on_step, got {unfit[0]!r}; pass one or a list of them")
-        self.on_step, self.unreported = on_step, list[Tensor]()  # losses of the batches since the last step
+        self.callbacks, self.on_step = _functions(callback), _functions(on_step)
+        self.unreported = list[Tensor]()  # losses of the batches since the last step
         self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
         posterior.batches_per_step = accumulate * division.loader_count
@@ -280,14 +279,16 @@ class _Run:
 
     def report_step(self, losses: Tensor | None) -> None:
         """Calls `on_step` if the optimiser has stepped; losses: (M,) of the last batch, or None at the end of an epoch."""
-        if self.on_step is None:
+        if not self.on_step:
             return
         if losses is not None:
             self.unreported.append(losses.detach().clone())  # a captured step will overwrite them
         if self.unreported and (losses is None or len(self.unreported) == self.accumulate):
             self.steps, losses = self.steps + 1, torch.stack(self.unreported).mean(0)
             self.unreported.clear()
-            self.on_step(TrainingStep(self.steps, losses, self.plan.optimizer.param_groups[0]["lr"]))
+            step = TrainingStep(self.steps, losses, self.plan.optimizer.param_groups[0]["lr"])
+            for each in self.on_step:
+                each(step)
 
     def _build_step(self, batch: Batch) -> Step:
         posterior, optimizer, precision = self.posterior, self.plan.optimizer, self.settings["precision"]
@@ -295,6 +296,14 @@ class _Run:
         self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **self.settings)
         self.history.memory = replace(memory, taken=plan.taken)
         return self.step
+
+
+def _functions(given: Any) -> list[Callable[[Any], object]]:
+    """A callback, a list of them, or None, as a list."""
+    found = [each for each in (given if isinstance(given, Sequence) else (given,)) if each is not None]
+    if unfit := [each for each in found if not callable(each)]:
+        raise TypeError(f"expected functions as callback and on_step, got {unfit[0]!r}; pass one or a list of them")
+    return found
 
 
 def _store_draw(posterior: Posterior, loader: Loader) -> float:
