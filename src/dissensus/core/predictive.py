@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
+from dissensus.utils.text import html_table
 
 
 class Predictive(ABC):
@@ -499,32 +500,6 @@ class RunningSummary:
             return self._kind.summary_like(self._sums[0] - math.log(self.count), self._sums[1] / self.count)
         mean, scatter, noise = self._sums
         return RegressionSummary(mean[None], (noise / self.count)[None], (scatter / self.count)[None])
-
-
-ROWS = 5  # rows of a table
-
-
-def html_table(predictive: Any) -> str:
-    """A table with a row for each of the first inputs; values are averaged over pixels."""
-    classed, few = hasattr(predictive, "log_mean"), predictive[:ROWS]
-    if classed and few.mean.ndim == 2:
-        shown = {"class": few.mean.argmax(1).tolist(), "confidence": _texts(few.confidence)}
-    else:
-        shown = {} if classed else {"mean": _texts(few.mean)}
-    shown |= {name: _texts(getattr(few, name)) for name in ("aleatoric", "epistemic", "total")}
-    unit = "nats" if predictive.kind in ("classification", "multilabel", "tokens") else "variance"
-    head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
-    rows = zip(range(len(few)), *shown.values(), strict=True)
-    body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)
-    more = f", the first {len(few)} of {len(predictive)} inputs" if len(few) < len(predictive) else ""
-    return f"<p><code>{predictive!r}</code>{more}; uncertainties: {unit}</p><table><tr>{head}</tr>{body}</table>"
-
-
-def _texts(values: Tensor) -> list[str]:
-    """One text per input: all outputs if there are few, else their mean."""
-    flat = values.reshape(len(values), -1)
-    flat = flat if flat.shape[1] <= 4 else flat.mean(1, keepdim=True)
-    return [", ".join(f"{each:.4g}" for each in row) for row in flat.tolist()]
 
 
 def entropy_terms(p: Tensor) -> Tensor:
