@@ -176,6 +176,7 @@ def test_held_out_rows_do_not_leak():
     assert float(fitted.scale_.mean) != pytest.approx(float(y.mean()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_early_stopping_keeps_the_best_epoch():
     x, y = houses(300)
     fitted = Regressor(**SMALL | {"epochs": 200, "patience": 3, "lr": 0.03}).fit(x, y)

@@ -43,6 +43,7 @@ def write_images(folder, prefix: str, count: int, seed: int) -> None:
     (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
 
 
+@pytest.mark.slow
 def test_mnist_against_notmnist_runs_on_any_files_of_that_format(tmp_path):
     write_images(tmp_path / "mnist", "train", 300, 0)
     write_images(tmp_path / "mnist", "t10k", 80, 1)
@@ -78,6 +79,7 @@ def test_uci_regression_runs_split_by_split(tmp_path):
     assert (tmp_path / "runs" / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "methods"), [
     ("standard", None),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (("standard-uci", None), ("reference-uci", ["hmc", "map"]))),

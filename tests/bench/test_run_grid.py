@@ -84,6 +84,7 @@ def test_runs_that_no_axis_changes_are_done_once(load, tmp_path):
     assert not (tmp_path / "out" / "rate0.5-noise0" / "map-seed0").exists()
 
 
+@pytest.mark.slow
 def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, command_line, monkeypatch):
     monkeypatch.setattr(
         "dissensus.bench.report.report_figures.svg", lambda figure, prefix: "<svg></svg>"

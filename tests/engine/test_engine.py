@@ -181,6 +181,7 @@ def partly_frozen() -> nn.Module:
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), thinned(["vectorised", "loop"], [ds.DeepEnsemble, ds.FoRDE], every=4))
 def test_compiled_gradients_are_one_graph_without_breaks(method, kind, monkeypatch) -> None:
     if method is ds.FoRDE and torch.__version__ < "2.7":

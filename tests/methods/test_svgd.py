@@ -131,6 +131,7 @@ def test_mixed_precision_changes_no_more_than_its_rounding(space):
             assert torch.equal(tensor, inside[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["weight", pytest.param("function", marks=pytest.mark.slow)])
 def test_a_conjugate_posterior_is_sampled(space):
     model = Conjugate()

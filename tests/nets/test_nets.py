@@ -378,6 +378,7 @@ POSTERIORS = {
 CUTS_LAYERS = ("batch_ensemble",)  # it cuts layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in CUTS_LAYERS else pytest.param(name, marks=pytest.mark.slow) for name in POSTERIORS]
 )

@@ -189,7 +189,7 @@ def test_what_drawing_functions_takes_is_counted_as_of_a_method_alone(task_file,
     monkeypatch.setattr("dissensus.bench.run.shared_training.refresh", slow)
     jobs.bench(load_task(task_file), methods=["swa", "tradi"], out=tmp_path)
     alone = {method: facts(tmp_path, method)["seconds"] for method in ("swa", "tradi")}
-    assert 0.5 <= alone["tradi"] - alone["swa"] < 1.0
+    assert 0.3 <= alone["tradi"] - alone["swa"] < 3.0  # about 0.5, where nothing else runs
 
 
 def test_only_equal_trainings_are_shared(task_file):
