@@ -236,3 +236,17 @@ def test_the_blocks_of_the_page_that_need_other_packages_run(monkeypatch, tmp_pa
     assert [kind for kind, _ in blocks].count("") == 2
     assert len(given["mlflow"].calls) == len(scores) == 4
     assert values == [min(score for score, _ in scores)]
+
+
+def test_on_step_takes_one_function_or_a_list_and_refuses_others_before_training():
+    x, y = ds.data.two_moons(20, seed=0)
+    seen, also = [], []
+    posterior = ds.MAP(ds.nets.MLP(2, 2, hidden=(4,)))
+    on_step = [lambda step: seen.append(step.step), lambda step: also.append(step.lr)]
+    ds.fit(posterior, [(x, y)] * 3, epochs=2, on_step=on_step, progress=False)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert len(also) == 6
+    before = [parameter.clone() for parameter in posterior.parameters()]
+    with pytest.raises(TypeError, match="expected functions as callback and on_step, got 3; pass one or a list"):
+        ds.fit(posterior, [(x, y)], epochs=1, on_step=[seen.append, 3], progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, posterior.parameters(), strict=True))
