@@ -28,7 +28,8 @@ def run(tree: Path, commit: str, options: list[str]) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.csv"
         # The interpreter's own path first: a checkout that is installed must not be the one that is measured.
-        environment = {**os.environ, "PYTHONPATH": str(tree / "src")} | ({"DISSENSUS_COMMIT": commit} if commit else {})
+        paths = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths} | ({"DISSENSUS_COMMIT": commit} if commit else {})
         command = [sys.executable, str(tree / "benchmarks" / "speed.py"), "--csv", str(path), *options]
         subprocess.run(command, check=True, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
         return read_rows(path)
