@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from dissensus.data.table_encoding import TableEncoder, comparable_values, table
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
 from dissensus.nets import MLP
+from dissensus.sklearn.cross_conformal import FoldPrediction, cross_interval, cross_set
 from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
@@ -56,6 +57,7 @@ COPIES = 10  # most copies of a row, on average: more are rows of their own, and
 TABLE = "table.json"
 STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
 LEAST = 20  # fewest validation rows; with fewer the last epoch is kept
+CROSS = "cv+"
 
 
 class EarlyStopping:
@@ -168,19 +170,36 @@ def sort_rows(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, 
     return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])
 
 
+def split_units(groups: np.ndarray) -> np.ndarray:
+    """(N,) numbers from 0: rows of one number stay in one part, so that no training row is also a validation row.
+
+    They are equal rows; or single rows, if rows have more than `COPIES` equals on average, as in tables with few categories.
+    """
+    found, numbers = np.unique(groups, return_inverse=True)
+    return np.arange(len(groups)) if COPIES * len(found) < len(groups) else numbers
+
+
+def fold_rows(groups: np.ndarray, folds: int, *, seed: int, labels: np.ndarray | None) -> list[np.ndarray]:
+    """[rows of the first fold, …], of about one size, with all labels in each where there are enough; see `split_units`."""
+    units = split_units(groups)
+    _, first = np.unique(units, return_index=True)
+    order = np.random.default_rng(seed).permutation(len(first))
+    if labels is not None:
+        order = order[np.argsort(labels[first[order]], kind="stable")]
+    fold = np.empty(len(first), dtype=np.int64)
+    fold[order] = np.arange(len(first)) % integer("folds", folds, least=2)
+    if len(first) < folds:
+        raise ValueError(f"expected at least {folds} different rows for {folds} folds, got {len(first)}; pass more")
+    return [np.flatnonzero(fold[units] == each) for each in range(folds)]
+
+
 def split_rows(
     groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
 ) -> list[np.ndarray]:
-    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
-
-    Equal rows stay in one part, so that no training row is also a validation row; unless rows have more than `COPIES` equals
-    on average, as in tables with few categories.
-    """
-    count = int(groups.max()) + 1
-    if COPIES * count < len(groups):
-        groups, count = np.arange(len(groups)), len(groups)
-    first = np.zeros(count, dtype=np.int64)
-    first[groups[::-1]] = np.arange(len(groups))[::-1]
+    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty; see `split_units`."""
+    groups = split_units(groups)
+    first = np.unique(groups, return_index=True)[1]
+    count = len(first)
     left, parts = np.arange(count), []
     for place, part in enumerate(shares):
         held = round(part * count)
@@ -197,6 +216,21 @@ def take_rows(table: Any, rows: np.ndarray) -> Any:
     if hasattr(table, "iloc"):
         return table.iloc[rows]
     return {name: column[rows] for name, column in table.items()} if isinstance(table, dict) else table[rows]
+
+
+class TrainingRows(NamedTuple):
+    """Rows of a table in the order of their contents."""
+
+    table: Any
+    targets: np.ndarray  # (N, D), or (N,) codes of labels
+    rows: np.ndarray  # (n,) indices into the table
+    weights: np.ndarray  # (n,)
+    copies: bool  # whether the weights are numbers of copies
+    groups: np.ndarray  # (n,) equal rows have equal numbers
+
+    def labels(self, part: np.ndarray) -> np.ndarray | None:
+        """(P,) codes of labels of some rows; None for real targets."""
+        return self.targets[self.rows[part]] if self.targets.dtype == np.int64 else None
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -216,7 +250,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         validation: share of the rows that choose the best epoch, by the likelihood of labels or the error of means. They also
             scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling.
         conformal: share of the rows reserved for calibrating intervals and sets, which then contain a new row's target with
-            the requested probability. 0 uses the posterior's intervals and sets, without this guarantee.
+            the requested probability 1 − α. "cv+" (Barber et al. 2021) calibrates on all rows instead and reserves none: it
+            trains once per fold without the fold's rows, and once on all rows, for the mean. It takes the time and memory of
+            `folds` + 1 fits; its coverage is close to 1 − α in practice, and never below 1 − 2α − √(2/n) for n training rows.
+            0 uses the posterior's intervals and sets, without a guarantee.
+        folds: number of folds of "cv+".
         patience: epochs without a better score after which training stops; None never stops early.
         categories: columns whose numbers are codes, by name or position.
         device: device for training; predictions are made on the CPU, in float64.
@@ -239,7 +277,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         lr: float = 3e-3,
         weight_decay: float = 1e-2,
         validation: float = 0.1,
-        conformal: float = 0.0,
+        conformal: float | Literal["cv+"] = 0.0,
+        folds: int = 5,
         patience: int | None = 30,
         categories: Sequence[str | int] = (),
         device: str = "cpu",
@@ -248,7 +287,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.method, self.members, self.settings, self.hidden, self.network = method, members, settings, hidden, network
         self.likelihood, self.epochs, self.batch_size = likelihood, epochs, batch_size
         self.lr, self.weight_decay, self.validation = lr, weight_decay, validation
-        self.conformal, self.patience, self.categories = conformal, patience, categories
+        self.conformal, self.folds, self.patience, self.categories = conformal, folds, patience, categories
         self.device, self.random_state = device, random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -257,9 +296,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
         each row counts.
         """
-        for name in ("validation", "conformal"):
-            number(name, getattr(self, name), least=0, below=1)
-        number("validation + conformal", self.validation + self.conformal, below=1)
+        if isinstance(self.conformal, str):
+            one_of("conformal", self.conformal, (CROSS,), hint='pass "cv+" or a share such as 0.2')
+        share = 0.0 if self.conformal == CROSS else self.conformal
+        for name, value in (("validation", self.validation), ("conformal", share)):
+            number(name, value, least=0, below=1)
+        number("validation + conformal", self.validation + share, below=1)
         if y is None:
             kind = type(self).__name__
             raise ValueError(f"{kind} requires y to be passed, but the target y is None; pass the targets of the rows")
@@ -269,14 +311,33 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         check_consistent_length(X, targets)
         rows, weights, copies = weighted_rows(X, targets, sample_weight)
         order, groups = sort_rows(table, targets, rows)
-        rows, weights = rows[order], weights[order]
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        labels = targets[rows] if targets.dtype == np.int64 else None
-        shares = (self.conformal, self.validation)
-        train, calibrating, held = split_rows(groups, shares, seed=seed, labels=labels, least=LEAST)
-        if self.conformal and not len(calibrating):
-            got = f"{self.conformal:g} of {len(rows)}; pass more, or raise conformal="
+        data = TrainingRows(table, targets, rows[order], weights[order], copies, groups)
+        seed, every = int(check_random_state(self.random_state).randint(2**31 - 1)), np.arange(len(rows))
+        self.folds_: list[Self] = []
+        if self.conformal == CROSS:
+            parts = fold_rows(groups, self.folds, seed=seed, labels=data.labels(every))
+            self.folds_ = [self._fit_fold(data, part, seed) for part in parts]
+        self._fit_rows(data, every, None, seed)
+        return self
+
+    def _fit_fold(self, data: TrainingRows, part: np.ndarray, seed: int) -> Self:
+        """An estimator trained without the rows of `part`, with their scores."""
+        fold = copy.copy(self)
+        fold.conformal = 0.0
+        fold._fit_rows(data, np.setdiff1d(np.arange(len(data.rows)), part), part, seed)
+        fold.held_weight_ = float(data.weights[part].sum() / data.weights.mean())
+        return fold
+
+    def _fit_rows(self, data: TrainingRows, given: np.ndarray, fold: np.ndarray | None, seed: int) -> None:
+        """Trains on the rows `given`, and takes the scores of the rows in `fold`; if None, of a share of those given."""
+        table, targets, rows, weights, copies, groups = data
+        shares = (0.0 if self.conformal == CROSS else float(self.conformal), self.validation)
+        split = split_rows(groups[given], shares, seed=seed, labels=data.labels(given), least=LEAST)
+        train, calibrating, held = (given[part] for part in split)
+        if shares[0] and not len(calibrating):
+            got = f'{self.conformal:g} of {len(rows)}; pass more, raise conformal=, or pass conformal="cv+"'
             raise ValueError(f"expected at least {LEAST} rows to calibrate on, got {got}")
+        calibrating = calibrating if fold is None else fold
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
         self.encoder_ = TableEncoder.of(take_rows(table, rows[train]), categories=self.categories)
@@ -292,9 +353,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             if len(calibrating):
                 x, y, weight = batch_tensors(calibrating, weighted=True)
                 rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
-                conformal(self.posterior_, rows_left, score=self._score)
+                conformal(self.posterior_, rows_left, score=self._score, level=0.9 if fold is None else 0.5)
         self._finish()
-        return self
 
     def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
         x, y, weight = train
@@ -356,18 +416,38 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         encoded.inputs = None
         return Predictive.cat([encoded.predict(x[start : start + 4096]) for start in range(0, len(x), 4096)])
 
+    def _promise(self) -> Conformal | None:
+        promise = dict(self.posterior_.promises.items()).get("conformal")
+        assert promise is None or isinstance(promise, Conformal)
+        return promise
+
+    def _check_level(self, level: float) -> None:
+        """Raises if there are too few calibration rows for the level."""
+        fraction("level", level, hint="pass for example 0.9")
+        found = [promise.rows for each in (self.folds_ or [self]) if (promise := each._promise()) is not None]
+        if found and sum(found) < least_rows(level):
+            got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
+            raise ValueError(f"expected a level that {sum(found)} calibration rows can promise, got {got}")
+
     def _threshold(self, level: float) -> Tensor | None:
         """(1, P) the calibration rows' score at this level; None without conformal calibration."""
-        fraction("level", level, hint="pass for example 0.9")
-        if "conformal" not in self.posterior_.promises:
+        if (promise := self._promise()) is None:
             return None
-        promise = self.posterior_.promises["conformal"]
-        assert isinstance(promise, Conformal)
-        if promise.rows < least_rows(level):
-            got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
-            raise ValueError(f"expected a level that {promise.rows} calibration rows can promise, got {got}")
         tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
         return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
+
+    def _fold_predictions(self, X: Any) -> list[FoldPrediction]:
+        """X as predicted without each fold, with the scores of the fold's rows."""
+        found = []
+        for fold in self.folds_:
+            promise = fold._promise()
+            assert promise is not None
+            weight = torch.diff(
+                promise.mass, dim=0, prepend=torch.zeros_like(promise.mass[:1])
+            )  # (n, D), as the scores
+            weight *= fold.held_weight_ / promise.mass[-1]
+            found.append(FoldPrediction(fold.predictive(X), promise.scores, weight))
+        return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the estimator to a folder, without a pickle; `ds.sklearn.load` reads it. Objects among the arguments (a
@@ -382,10 +462,13 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             "arguments": kept,
             "columns": self.n_features_in_,
             "names": list(map(str, getattr(self, "feature_names_in_", ()))),
+            "folds": [fold.held_weight_ for fold in self.folds_],
             **self._state(),
         }
         text = json.dumps(state)
         save_posterior(self.posterior_, folder)
+        for place, fold in enumerate(self.folds_):
+            fold.save(_fold_folder(folder, place))
         write_atomically({Path(folder) / TABLE: text.encode()})
 
     def __sklearn_tags__(self) -> Any:
@@ -398,7 +481,7 @@ class Interval(NamedTuple):
     """Result of `Regressor.predict(X, interval=0.9)`: arrays of the targets' shape, in their units."""
 
     mean: np.ndarray
-    lower: np.ndarray
+    lower: np.ndarray  # with a first axis of levels if several were asked for
     upper: np.ndarray
 
 
@@ -423,9 +506,12 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
         """(N, C) boolean: whether each class is in the prediction set of a row.
 
-        The set is conformal, with a coverage guarantee, if `conformal` rows were reserved. Otherwise it has the fewest classes
-        whose probabilities sum to `level`, without a guarantee.
+        The set is conformal, with a coverage guarantee, if `conformal` was given. Otherwise it has the fewest classes whose
+        probabilities sum to `level`, without a guarantee.
         """
+        self._check_level(level)
+        if self.folds_:
+            return cross_set(self._fold_predictions(X), level).numpy()
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
         threshold = self._threshold(level)
@@ -470,21 +556,59 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     _score = "residual"
 
-    def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
-        """(N,) or (N, D) predicted means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
+    def predict(
+        self,
+        X: Any,
+        interval: float | Sequence[float] | None = None,
+        quantiles: Sequence[float] | None = None,
+        return_std: bool = False,
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """(N,) or (N, D) predicted means, or one of the following.
 
-        Conformal intervals, with a coverage guarantee, are mean ± threshold · deviation. Without conformal rows they are the
-        mixture's central intervals, without a guarantee.
+        Args:
+            interval: a level such as 0.9, for an `Interval` of mean, lower and upper. Several levels give ends of shape
+                (levels, N) or (levels, N, D). The ends are conformal, with a coverage guarantee, if `conformal` was given: mean
+                ± threshold · deviation, or those of CV+. Otherwise they are the mixture's central intervals.
+            quantiles: probabilities such as [0.1, 0.5, 0.9], for the mixture's quantiles, of shape (quantiles, N) or
+                (quantiles, N, D). They have no guarantee, even if `conformal` was given.
+            return_std: whether to return the pair of means and standard deviations of the mixture.
         """
-        predictive = self.predictive(X)
-        found = [predictive.mean]
-        if interval is not None and (threshold := self._threshold(interval)) is not None:
-            half = threshold * predictive.total.sqrt()
-            found += [predictive.mean - half, predictive.mean + half]
-        elif interval is not None:
-            found += predictive.interval(interval)
-        arrays = [each.numpy() if self.targets_2d_ else each[:, 0].numpy() for each in found]
-        return arrays[0] if interval is None else Interval(*arrays)
+        asked = {"interval": interval is not None, "quantiles": quantiles is not None, "return_std": return_std}
+        if sum(asked.values()) > 1:
+            got = " and ".join(name for name in asked if asked[name])
+            raise ValueError(f"expected one of interval, quantiles and return_std, got {got}; call predict for each")
+        predictive: Any = self.predictive(X)
+        mean = self._as_targets(predictive.mean)
+        if quantiles is not None:
+            return self._as_targets(torch.stack([predictive.quantile(each) for each in quantiles]))
+        if return_std:
+            return mean, self._as_targets(predictive.total.sqrt())
+        if interval is None:
+            return mean
+        ends = self._intervals(X, predictive, [interval] if np.ndim(interval) == 0 else list(interval))
+        lower, upper = (self._as_targets(torch.stack(each)) for each in zip(*ends, strict=True))
+        return Interval(mean, lower, upper) if np.ndim(interval) else Interval(mean, lower[0], upper[0])
+
+    def _intervals(self, X: Any, predictive: Predictive, levels: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
+        """[(lower, upper), …] of each level, each (N, D)."""
+        for level in levels:
+            self._check_level(level)
+        if self.folds_:
+            folds = self._fold_predictions(X)
+            return [cross_interval(folds, level) for level in levels]
+        thresholds = [self._threshold(level) for level in levels]
+        deviation = predictive.total.sqrt()
+        return [
+            predictive.interval(level)
+            if at is None
+            else (predictive.mean - at * deviation, predictive.mean + at * deviation)
+            for level, at in zip(levels, thresholds, strict=True)
+        ]
+
+    def _as_targets(self, values: Tensor) -> np.ndarray:
+        """Values (..., N, D) as (..., N), if the targets were (N,)."""
+        found: np.ndarray = values.numpy() if self.targets_2d_ else values[..., 0].numpy()
+        return found
 
     def _targets(self, y: Any) -> np.ndarray:
         targets: np.ndarray = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
@@ -550,4 +674,11 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
         inputs: Any = estimator.posterior_.inputs
         estimator.encoder_ = inputs.encoder
         estimator._restore(state)
+    estimator.folds_ = [load(_fold_folder(folder, place), network) for place in range(len(state["folds"]))]
+    for fold, weight in zip(estimator.folds_, state["folds"], strict=True):
+        fold.held_weight_ = weight
     return estimator
+
+
+def _fold_folder(folder: str | os.PathLike[str], place: int) -> Path:
+    return Path(folder) / f"fold_{place}"
