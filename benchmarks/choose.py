@@ -122,7 +122,9 @@ def table_rows() -> str:
         lines.append([model, *(f"{each:.2f}" for each in ratios), f"{100 * others[0]:.0f}", f"{others[1]:.1f}"])
     titles = ["model", "RMSE", "interval score", "coverage of 90 %, %", "seconds of one core"]
     said = f"RMSE and interval score are relative to {base}, geometric means over {len(sets)} tables; lower is better."
-    made = source(rows, "python benchmarks/regression_tables.py --run", "regression_tables.csv").replace("seeds", "splits")
+    made = source(rows, "python benchmarks/regression_tables.py --run", "regression_tables.csv").replace(
+        "seeds", "splits"
+    )
     return f"{markdown(titles, lines)}\n\n{said}\n\n{made}"
 
 

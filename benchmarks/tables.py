@@ -26,7 +26,7 @@ import momentum
 import papers_page
 import peers_page
 import pretrained_page
-import regression_tables
+import regression_page
 import scaling
 import shift
 import task_results
@@ -600,7 +600,7 @@ def tables_of_studies() -> Iterator[tuple[Path, str, str]]:
         yield results / "composing.md", "compose-speed", compose_speed.page(found)
     if found := rows("momentum.csv"):
         yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
-    yield results / "tables.md", "regression-tables", regression_tables.page(rows("regression_tables.csv"))
+    yield results / "tables.md", "regression-tables", regression_page.page(rows("regression_tables.csv"))
     if rows("embedded_width.csv"):
         yield results / "embedded.md", "embedded-width", embedded_width.page()
         yield results / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
