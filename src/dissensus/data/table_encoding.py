@@ -131,6 +131,8 @@ class TableEncoder:
         for name, column in given.items():
             if name in declared or _is_category(column):
                 made.append(category := CategoryColumn.of(name, column, most_levels))
+                if name not in declared:
+                    _refuse_free_text(name, column)
                 text = [level for level in category.levels if _reads_as_number(level)]
                 if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
                     why = "%s is treated as categories, though its text looks like numbers (%r): convert it, or name it"
@@ -205,18 +207,31 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
             fix = "pass one row as table[None] or frame.iloc[[0]], one column as table[:, None] or series.to_frame()"
             raise ValueError(f"expected a table of shape (N, D), got {got}; {fix}")
         names, columns = None, list(matrix.T)
-    columns = [_listed_column(each) if str(getattr(each, "dtype", "object")) == "object" else each for each in columns]
+    columns = [_listed_column(name, each) for name, each in zip(names or range(len(columns)), columns, strict=True)]
     if len({len(column) for column in columns}) > 1 or any(np.ndim(column) != 1 for column in columns):
         raise ValueError(f"expected columns of one length, got {_shape_text(columns)}; pass one value per row")
     return names, columns
 
 
-def _listed_column(values: Any) -> np.ndarray:
+def _listed_column(name: Name, values: Any) -> Any:
     """A column given as a list. Its values stay objects, except dates: NumPy would turn numbers beside text into text."""
+    if str(getattr(values, "dtype", "object")) != "object":
+        return values
     column = np.asarray(values, dtype=object)
+    if nested := [each for each in column if isinstance(each, list | tuple | dict | set | np.ndarray | Tensor)]:
+        got = f"a {type(nested[0]).__name__}; make a column of each element, or leave it out"
+        raise ValueError(f"expected one number or text per row in column {name!r}, got {got}")
     known = [None if _is_missing(value) else value for value in column.flat]
     dates = any(known) and all(value is None or isinstance(value, date) for value in known)
     return np.array(known, dtype="datetime64[us]") if dates else column
+
+
+def _refuse_free_text(name: Name, column: Any) -> None:
+    """Raises if a column is text of four words or more on average, mostly different: one-hot levels would say nothing."""
+    known = [value for value in np.asarray(column, dtype=object) if isinstance(value, str)]
+    if len(set(known)) > max(20, len(known) / 2) and sum(len(each.split()) for each in known) >= 4 * len(known):
+        got = f"free text such as {known[0][:30]!r}; leave it out, encode it as numbers, or name it in categories="
+        raise ValueError(f"expected numbers or categories in column {name!r}, got {got}")
 
 
 def _kind(column: Any) -> str:

@@ -1,8 +1,9 @@
 """CV+ (Barber, Candès, Ramdas & Tibshirani, Annals of Statistics 2021): intervals and sets calibrated on all training rows.
 
 Networks trained without fold k give the scores of its rows, s_i = |y_i − m_k(x_i)| / σ_k(x_i), and predict new rows. A new
-row's interval ends at the weighted quantiles of m_k(x) ∓ s_i σ_k(x) over all rows i of all folds k. The set of a classification
-(Romano, Sesia & Candès 2020) has the classes whose scores exceed fewer than level · (n + 1) of the rows' scores.
+row's interval ends at the quantiles of m_k(x) ∓ s_i σ_k(x) over the rows i of all folds k. The set of a classification (Romano,
+Sesia & Candès 2020) has the classes whose scores exceed fewer than level · (n + 1) of the rows' scores. With one fold, whose
+rows were reserved, both are those of split conformal prediction.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dissensus.calibration.conformal import ROUNDING, add_tolerance, lac, sort_with_mass, weighted_quantile
+from dissensus.calibration.conformal import ROUNDING, add_tolerance, lac, weighted_quantile
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 
 NUMBERS = 2**22  # ends held at once
@@ -23,16 +24,20 @@ class FoldPrediction(NamedTuple):
     """New rows as predicted without one fold, beside the scores of the fold's rows."""
 
     predictive: Predictive  # of N new rows
-    scores: Tensor  # (n, D) float64
-    weight: Tensor  # (n, D) the weight of the row of each score; a new row has weight 1
+    scores: Tensor  # (n, D) sorted within each output
+    weight: Tensor  # (n, D) of the rows with these scores; a new row has weight 1
 
 
 def cross_interval(folds: Sequence[FoldPrediction], level: float) -> tuple[Tensor, Tensor]:
-    """(lower, upper), each (N, D), for each output separately; the ends are in order, because scores are not negative."""
-    weight, one = torch.cat([fold.weight for fold in folds])[:, None], torch.ones(1, dtype=torch.float64)
-    rows, outputs = folds[0].predictive.mean.shape
-    size = max(1, NUMBERS // weight.numel())
+    """(lower, upper), each (N, D), for each output separately."""
+    one = torch.ones(1, dtype=torch.float64)
+    weight = torch.cat([fold.weight for fold in folds])[:, None]
     moments = [(fold.predictive.mean, fold.predictive.total.sqrt(), fold.scores[:, None]) for fold in folds]
+    rows, outputs = moments[0][0].shape
+    if len(folds) == 1:  # all rows have the same order of scores
+        mean, deviation, scores = moments[0]
+        threshold = weighted_quantile(scores[:, 0], weight[:, 0].cumsum(0), level, one)
+        return mean - threshold * deviation, mean + threshold * deviation
 
     def quantile(sign: int, part: slice) -> Tensor:
         ends = torch.cat([sign * mean[part] + scores * deviation[part] for mean, deviation, scores in moments])
@@ -40,6 +45,7 @@ def cross_interval(folds: Sequence[FoldPrediction], level: float) -> tuple[Tenso
         mass = weight.expand_as(ends).flatten(1).gather(0, order).cumsum(0)
         return sign * weighted_quantile(ordered, mass, level, one).reshape(-1, outputs)
 
+    size = max(1, NUMBERS // weight.numel())
     parts = [slice(start, start + size) for start in range(0, rows, size)]
     lower, upper = (torch.cat([quantile(sign, part) for part in parts]) for sign in (-1, 1))
     return lower, upper
@@ -47,12 +53,10 @@ def cross_interval(folds: Sequence[FoldPrediction], level: float) -> tuple[Tenso
 
 def cross_set(folds: Sequence[FoldPrediction], level: float) -> Tensor:
     """(N, C) boolean: the classes in each set."""
-    below: Tensor | float = 0.0
-    total = 1.0
-    for fold in folds:
-        predictive = cast(CategoricalPredictive, fold.predictive)
-        ordered, mass = (each[:, 0].contiguous() for each in sort_with_mass(fold.scores, fold.weight[:, 0]))
-        worse = torch.searchsorted(add_tolerance(ordered), lac(predictive, torch.zeros(len(predictive)), {}))
-        below = below + torch.cat([mass.new_zeros(1), mass])[worse]
-        total += float(mass[-1])
-    return cast(Tensor, below < level * total * (1 - ROUNDING))
+    total = 1 + sum(float(fold.weight.sum()) for fold in folds)
+    below = torch.zeros_like(folds[0].predictive.mean)
+    for predictive, scores, weight in folds:
+        found = lac(cast(CategoricalPredictive, predictive), below[:, 0], {})
+        index = torch.searchsorted(add_tolerance(scores[:, 0]), found)  # rows with lower scores
+        below += torch.cat([weight.new_zeros(1), weight[:, 0].cumsum(0)])[index]
+    return below < level * total * (1 - ROUNDING)

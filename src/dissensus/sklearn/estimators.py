@@ -8,14 +8,15 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import GroupKFold
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
@@ -28,10 +29,10 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor, nn
 
-from dissensus.calibration.calibrate import temperature_scale
-from dissensus.calibration.conformal import Conformal, ConformalScore, conformal, lac, least_rows
+from dissensus.calibration.calibrate import best_temperature, predict_held_out
+from dissensus.calibration.conformal import Conformal, ConformalScore, conformal, least_rows
 from dissensus.core.calibrated import stored_guarantees
-from dissensus.core.description import to_json_values
+from dissensus.core.description import rename_hint, to_json_values
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, RealTargets
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, inference_context, refresh
@@ -49,6 +50,7 @@ from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 from dissensus.utils.checks import fraction, integer, number, one_of
+from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.parameter_groups import optimizer_refusal
 
@@ -121,6 +123,12 @@ def build_posterior(
     kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
     keywords = inspect.signature(kind).parameters
     several = kind.networks_taken == "several"
+    taken = {"likelihood", *(["members"] if several else [])}
+    for name in () if any(each.kind is each.VAR_KEYWORD for each in keywords.values()) else settings:
+        hint = f"pass {name}= to the estimator" if name in taken else rename_hint(kind.name, name)
+        one_of(
+            f"a setting of {kind.__name__}", name, [each for each in list(keywords)[1:] if each not in taken], hint=hint
+        )
     if members is not None:
         integer("members", members)
     count = (members or MEMBERS) if several else (members or 1) if kind.networks_taken == "any" else 1
@@ -139,7 +147,14 @@ def _last_two_layers(network: nn.Module) -> list[str]:
 
 
 def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
-    """A DataFrame unchanged, anything else as an array; column names and number must equal those of the training rows."""
+    """A DataFrame, also for a dict of columns, or an array; column names and number must equal those of the training rows."""
+    if isinstance(x, Mapping):
+        require_extra("tables")
+        from pandas import DataFrame
+
+        x = DataFrame(dict(zip(*table_columns(x), strict=True)))  # type: ignore[arg-type]
+        names = [] if reset else list(getattr(estimator, "feature_names_in_", ()))
+        x = x[names] if set(names) == set(x.columns) else x  # a dict's order means nothing
     if hasattr(x, "columns"):
         validate_data(estimator, x, reset=reset, skip_check_array=True)
         return x
@@ -179,20 +194,6 @@ def split_units(groups: np.ndarray) -> np.ndarray:
     return np.arange(len(groups)) if COPIES * len(found) < len(groups) else numbers
 
 
-def fold_rows(groups: np.ndarray, folds: int, *, seed: int, labels: np.ndarray | None) -> list[np.ndarray]:
-    """[rows of the first fold, …], of about one size, with all labels in each where there are enough; see `split_units`."""
-    units = split_units(groups)
-    _, first = np.unique(units, return_index=True)
-    order = np.random.default_rng(seed).permutation(len(first))
-    if labels is not None:
-        order = order[np.argsort(labels[first[order]], kind="stable")]
-    fold = np.empty(len(first), dtype=np.int64)
-    fold[order] = np.arange(len(first)) % integer("folds", folds, least=2)
-    if len(first) < folds:
-        raise ValueError(f"expected at least {folds} different rows for {folds} folds, got {len(first)}; pass more")
-    return [np.flatnonzero(fold[units] == each) for each in range(folds)]
-
-
 def split_rows(
     groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
 ) -> list[np.ndarray]:
@@ -223,14 +224,9 @@ class TrainingRows(NamedTuple):
 
     table: Any
     targets: np.ndarray  # (N, D), or (N,) codes of labels
-    rows: np.ndarray  # (n,) indices into the table
-    weights: np.ndarray  # (n,)
+    weights: np.ndarray  # (N,)
     copies: bool  # whether the weights are numbers of copies
-    groups: np.ndarray  # (n,) equal rows have equal numbers
-
-    def labels(self, part: np.ndarray) -> np.ndarray | None:
-        """(P,) codes of labels of some rows; None for real targets."""
-        return self.targets[self.rows[part]] if self.targets.dtype == np.int64 else None
+    units: np.ndarray  # (N,) as by `split_units`
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -308,46 +304,52 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         check_index(X, y, sample_weight)
         table = checked_table(self, X, reset=True)
         targets = self._targets(y)
-        check_consistent_length(X, targets)
-        rows, weights, copies = weighted_rows(X, targets, sample_weight)
+        check_consistent_length(table, targets)
+        rows, weights, copies = weighted_rows(table, targets, sample_weight)
         order, groups = sort_rows(table, targets, rows)
-        data = TrainingRows(table, targets, rows[order], weights[order], copies, groups)
-        seed, every = int(check_random_state(self.random_state).randint(2**31 - 1)), np.arange(len(rows))
+        rows, units = rows[order], split_units(groups)
+        data = TrainingRows(take_rows(table, rows), targets[rows], weights[order], copies, units)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self.folds_: list[Self] = []
         if self.conformal == CROSS:
-            parts = fold_rows(groups, self.folds, seed=seed, labels=data.labels(every))
-            self.folds_ = [self._fit_fold(data, part, seed) for part in parts]
-        self._fit_rows(data, every, None, seed)
+            folds = GroupKFold(integer("folds", self.folds, least=2), shuffle=True, random_state=seed)
+            self.folds_ = [self._fit_fold(data, *parts, seed) for parts in folds.split(units, groups=units)]
+        self._fit_rows(data, np.arange(len(rows)), None, seed)
         return self
 
-    def _fit_fold(self, data: TrainingRows, part: np.ndarray, seed: int) -> Self:
-        """An estimator trained without the rows of `part`, with their scores."""
-        fold = copy.copy(self)
-        fold.conformal = 0.0
-        fold._fit_rows(data, np.setdiff1d(np.arange(len(data.rows)), part), part, seed)
-        fold.held_weight_ = float(data.weights[part].sum() / data.weights.mean())
-        return fold
+    def _fit_fold(self, data: TrainingRows, others: np.ndarray, fold: np.ndarray, seed: int) -> Self:
+        """An estimator trained on the other rows, with the scores of the fold's rows."""
+        made = copy.copy(self)
+        made.conformal = 0.0
+        made._fit_rows(data, others, fold, seed)
+        return made
 
     def _fit_rows(self, data: TrainingRows, given: np.ndarray, fold: np.ndarray | None, seed: int) -> None:
         """Trains on the rows `given`, and takes the scores of the rows in `fold`; if None, of a share of those given."""
-        table, targets, rows, weights, copies, groups = data
-        shares = (0.0 if self.conformal == CROSS else float(self.conformal), self.validation)
-        split = split_rows(groups[given], shares, seed=seed, labels=data.labels(given), least=LEAST)
+        table, targets, weights, copies, units = data
+        try:
+            device = torch.empty(0, device=self.device).device
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(f"expected a device that torch has here, got {self.device!r}; pass 'cpu'") from error
+        shares = (0.0 if isinstance(self.conformal, str) else self.conformal, self.validation)
+        labels = targets[given] if targets.dtype == np.int64 else None
+        split = split_rows(units[given], shares, seed=seed, labels=labels, least=LEAST)
         train, calibrating, held = (given[part] for part in split)
         if shares[0] and not len(calibrating):
-            got = f'{self.conformal:g} of {len(rows)}; pass more, raise conformal=, or pass conformal="cv+"'
+            got = f'{shares[0]:g} of {len(given)}; pass more, raise conformal=, or pass "cv+"'
             raise ValueError(f"expected at least {LEAST} rows to calibrate on, got {got}")
         calibrating = calibrating if fold is None else fold
+        self.held_weight_ = float(weights[calibrating].sum() / weights.mean())
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
-        self.encoder_ = TableEncoder.of(take_rows(table, rows[train]), categories=self.categories)
-        self._measure(targets[rows[train]])
+        self.encoder_ = TableEncoder.of(take_rows(table, train), categories=self.categories)
+        self._measure(targets[train])
 
         def batch_tensors(part: np.ndarray, *, weighted: bool = not copies) -> list[Any]:
             weight = torch.from_numpy(weights[part] / weights.mean()).float() if weighted else None
-            return [self.encoder_(take_rows(table, rows[part])), self._encode_targets(targets[rows[part]]), weight]
+            return [self.encoder_(take_rows(table, part)), self._encode_targets(targets[part]), weight]
 
-        with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
             torch.manual_seed(seed)
             self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed)
             if len(calibrating):
@@ -402,7 +404,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else means.scores
         self.posterior_ = posterior.cpu().double()
         if held is not None and y.is_floating_point():
-            temperature_scale(self.posterior_, (held[0].double(), held[1], held[2]))
+            judged = predict_held_out(self.posterior_, (held[0].double(), held[1], held[2]))
+            self.posterior_.recalibrate(best_temperature(*judged, warn=False), None)
 
     def _finish(self) -> None:
         """Makes the posterior take tables, also when it is exported or loaded without this class."""
@@ -416,37 +419,23 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         encoded.inputs = None
         return Predictive.cat([encoded.predict(x[start : start + 4096]) for start in range(0, len(x), 4096)])
 
-    def _promise(self) -> Conformal | None:
-        promise = dict(self.posterior_.promises.items()).get("conformal")
-        assert promise is None or isinstance(promise, Conformal)
-        return promise
-
-    def _check_level(self, level: float) -> None:
-        """Raises if there are too few calibration rows for the level."""
-        fraction("level", level, hint="pass for example 0.9")
-        found = [promise.rows for each in (self.folds_ or [self]) if (promise := each._promise()) is not None]
-        if found and sum(found) < least_rows(level):
-            got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
-            raise ValueError(f"expected a level that {sum(found)} calibration rows can promise, got {got}")
-
-    def _threshold(self, level: float) -> Tensor | None:
-        """(1, P) the calibration rows' score at this level; None without conformal calibration."""
-        if (promise := self._promise()) is None:
-            return None
-        tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
-        return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
-
-    def _fold_predictions(self, X: Any) -> list[FoldPrediction]:
-        """X as predicted without each fold, with the scores of the fold's rows."""
+    def _fold_predictions(self, X: Any, levels: Sequence[float]) -> list[FoldPrediction]:
+        """X as predicted without each fold, or without the reserved rows, and their scores; [] if there are none."""
         found = []
-        for fold in self.folds_:
-            promise = fold._promise()
-            assert promise is not None
-            weight = torch.diff(
-                promise.mass, dim=0, prepend=torch.zeros_like(promise.mass[:1])
-            )  # (n, D), as the scores
-            weight *= fold.held_weight_ / promise.mass[-1]
-            found.append(FoldPrediction(fold.predictive(X), promise.scores, weight))
+        for fold in self.folds_ or [self]:
+            promises = fold.posterior_.promises
+            if "conformal" in promises:
+                mass, scores = (
+                    cast(Conformal, promises["conformal"]).mass,
+                    cast(Conformal, promises["conformal"]).scores,
+                )
+                weight = torch.diff(mass, dim=0, prepend=torch.zeros_like(mass[:1])) * (fold.held_weight_ / mass[-1])
+                found.append(FoldPrediction(fold.predictive(X), scores, weight))
+        for level in levels:
+            fraction("level", level, hint="pass for example 0.9")
+            if found and (rows := sum(len(each.scores) for each in found)) < least_rows(level):
+                got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
+                raise ValueError(f"expected a level that {rows} calibration rows can promise, got {got}")
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -462,7 +451,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             "arguments": kept,
             "columns": self.n_features_in_,
             "names": list(map(str, getattr(self, "feature_names_in_", ()))),
-            "folds": [fold.held_weight_ for fold in self.folds_],
+            "folds": len(self.folds_),
+            "held_weight": self.held_weight_,
             **self._state(),
         }
         text = json.dumps(state)
@@ -509,15 +499,11 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         The set is conformal, with a coverage guarantee, if `conformal` was given. Otherwise it has the fewest classes whose
         probabilities sum to `level`, without a guarantee.
         """
-        self._check_level(level)
-        if self.folds_:
-            return cross_set(self._fold_predictions(X), level).numpy()
+        if folds := self._fold_predictions(X, [level]):
+            return cross_set(folds, level).numpy()
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
-        threshold = self._threshold(level)
-        if threshold is None:
-            return predictive.credible_set(level).numpy()
-        return (lac(predictive, torch.zeros(len(predictive)), {}) <= threshold).numpy()
+        return predictive.credible_set(level).numpy()
 
     def _targets(self, y: Any) -> np.ndarray:
         labels = column_or_1d(y, warn=True)
@@ -585,25 +571,11 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             return mean, self._as_targets(predictive.total.sqrt())
         if interval is None:
             return mean
-        ends = self._intervals(X, predictive, [interval] if np.ndim(interval) == 0 else list(interval))
+        levels = np.atleast_1d(interval).tolist()
+        folds = self._fold_predictions(X, levels)
+        ends = [cross_interval(folds, level) if folds else predictive.interval(level) for level in levels]
         lower, upper = (self._as_targets(torch.stack(each)) for each in zip(*ends, strict=True))
         return Interval(mean, lower, upper) if np.ndim(interval) else Interval(mean, lower[0], upper[0])
-
-    def _intervals(self, X: Any, predictive: Predictive, levels: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
-        """[(lower, upper), …] of each level, each (N, D)."""
-        for level in levels:
-            self._check_level(level)
-        if self.folds_:
-            folds = self._fold_predictions(X)
-            return [cross_interval(folds, level) for level in levels]
-        thresholds = [self._threshold(level) for level in levels]
-        deviation = predictive.total.sqrt()
-        return [
-            predictive.interval(level)
-            if at is None
-            else (predictive.mean - at * deviation, predictive.mean + at * deviation)
-            for level, at in zip(levels, thresholds, strict=True)
-        ]
 
     def _as_targets(self, values: Tensor) -> np.ndarray:
         """Values (..., N, D) as (..., N), if the targets were (N,)."""
@@ -674,9 +646,8 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
         inputs: Any = estimator.posterior_.inputs
         estimator.encoder_ = inputs.encoder
         estimator._restore(state)
-    estimator.folds_ = [load(_fold_folder(folder, place), network) for place in range(len(state["folds"]))]
-    for fold, weight in zip(estimator.folds_, state["folds"], strict=True):
-        fold.held_weight_ = weight
+        estimator.held_weight_ = state["held_weight"]
+    estimator.folds_ = [load(_fold_folder(folder, place), network) for place in range(state["folds"])]
     return estimator
 
 
