@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from regression_tables import MODELS
 from rows import Row, markdown, origins_of, read_rows
 
 RESULTS = Path(__file__).parent / "results"
@@ -113,7 +114,7 @@ def table_rows() -> str:
 
     sets = list(dict.fromkeys(row["set"] for row in rows))
     lines = []
-    for model in dict.fromkeys(row["model"] for row in sorted(rows, key=lambda row: row["model"])):
+    for model in MODELS:
         ratios = [
             statistics.geometric_mean(of(model, name, key) / of(base, name, key) for name in sets)
             for key in ("rmse", "interval_score")

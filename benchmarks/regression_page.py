@@ -38,7 +38,7 @@ def page(rows: list[Row]) -> str:
         f"*`python benchmarks/regression_tables.py --run`; 90 % intervals, one thread, {' and '.join(sorted(made))}; "
     )
     if any(row["device"].startswith("cuda") for row in rows):
-        origin += "TabM ran on a GPU, and its seconds are of the core beside it: they do not compare; "
+        origin += "TabM ran on a GPU, its seconds are those of a step on one core times its steps; "
     parts = [coverage_sentence(rows), network_sentence(rows), verdicts(rows), differences(rows), sizes(rows)]
     parts += [measure_table(rows, key) for key in SHOWN]
     return "\n\n".join([*parts, f"{origin}means over splits; {origins_of(rows)}.*"])
