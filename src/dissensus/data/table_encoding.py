@@ -73,6 +73,9 @@ class CategoryColumn:
         counts: dict[Level, int] = {}
         for value in known:
             counts[value] = counts.get(value, 0) + 1
+        if len(counts) > max(20, len(known) / 2) and sum(len(str(value).split()) for value in known) >= 4 * len(known):
+            got = f"free text such as {str(known[0])[:30]!r}; leave it out, or encode it as numbers"
+            raise ValueError(f"expected numbers or categories in column {name!r}, got {got}")
         named = sorted(counts, key=_rank)  # ties in frequency do not depend on the order of rows
         levels = tuple(sorted(sorted(named, key=lambda level: -counts[level])[:most], key=_rank))
         return CategoryColumn(name, levels, len(counts) > len(levels), len(known) < len(values))
@@ -131,8 +134,6 @@ class TableEncoder:
         for name, column in given.items():
             if name in declared or _is_category(column):
                 made.append(category := CategoryColumn.of(name, column, most_levels))
-                if name not in declared:
-                    _refuse_free_text(name, column)
                 text = [level for level in category.levels if _reads_as_number(level)]
                 if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
                     why = "%s is treated as categories, though its text looks like numbers (%r): convert it, or name it"
@@ -224,14 +225,6 @@ def _listed_column(name: Name, values: Any) -> Any:
     known = [None if _is_missing(value) else value for value in column.flat]
     dates = any(known) and all(value is None or isinstance(value, date) for value in known)
     return np.array(known, dtype="datetime64[us]") if dates else column
-
-
-def _refuse_free_text(name: Name, column: Any) -> None:
-    """Raises if a column is text of four words or more on average, mostly different: one-hot levels would say nothing."""
-    known = [value for value in np.asarray(column, dtype=object) if isinstance(value, str)]
-    if len(set(known)) > max(20, len(known) / 2) and sum(len(each.split()) for each in known) >= 4 * len(known):
-        got = f"free text such as {known[0][:30]!r}; leave it out, encode it as numbers, or name it in categories="
-        raise ValueError(f"expected numbers or categories in column {name!r}, got {got}")
 
 
 def _kind(column: Any) -> str:

@@ -8,10 +8,12 @@ import inspect
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from statistics import fmean
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -59,23 +61,27 @@ COPIES = 10  # most copies of a row, on average: more are rows of their own, and
 TABLE = "table.json"
 STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
 LEAST = 20  # fewest validation rows; with fewer the last epoch is kept
-CROSS = "cv+"
+WANTED = 100  # validation rows of a regression if `validation` is None, within a tenth and three tenths of the rows
 
 
 class EarlyStopping:
     """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
 
+    An epoch's error is the mean of the last `window` epochs', so that few held-out rows do not choose one lucky early epoch.
+
     The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
     likelihood would then choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
     """
 
-    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
+    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None, window: int) -> None:
         self.posterior, self.rows, self.patience = posterior, rows, patience
-        self.scores: list[float] = []  # root mean squared error of each epoch, in deviations of the targets
+        self.recent: deque[float] = deque(maxlen=window)  # root mean squared errors, in deviations of the targets
+        self.scores: list[float] = []  # their mean at each epoch
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> bool:
-        score = self._error()
+        self.recent.append(self._error())
+        score = fmean(self.recent)
         if score < min(self.scores, default=math.inf):
             self.state = {name: tensor.detach().clone() for name, tensor in self.posterior.state_dict().items()}
         self.scores.append(score)
@@ -244,7 +250,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batch_size: rows per batch; None means a sixteenth of the rows, within 32 to 256.
         lr, weight_decay: settings of AdamW, with the method's schedule. Methods with a special optimiser use that one.
         validation: share of the rows that choose the best epoch, by the likelihood of labels or the error of means. They also
-            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling.
+            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling. None means a
+            tenth; for regressions of fewer than 1,000 rows, 100 rows or three tenths, and the networks are then trained
+            again, on all rows and up to the best epoch, so that no rows are lost.
         conformal: share of the rows reserved for calibrating intervals and sets, which then contain a new row's target with
             the requested probability 1 − α. "cv+" (Barber et al. 2021) calibrates on all rows instead and reserves none: it
             trains once per fold without the fold's rows, and once on all rows, for the mean. It takes the time and memory of
@@ -272,7 +280,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batch_size: int | None = None,
         lr: float = 3e-3,
         weight_decay: float = 1e-2,
-        validation: float = 0.1,
+        validation: float | None = None,
         conformal: float | Literal["cv+"] = 0.0,
         folds: int = 5,
         patience: int | None = 30,
@@ -292,12 +300,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
         each row counts.
         """
-        if isinstance(self.conformal, str):
-            one_of("conformal", self.conformal, (CROSS,), hint='pass "cv+" or a share such as 0.2')
-        share = 0.0 if self.conformal == CROSS else self.conformal
-        for name, value in (("validation", self.validation), ("conformal", share)):
-            number(name, value, least=0, below=1)
-        number("validation + conformal", self.validation + share, below=1)
+        cross, validation = isinstance(self.conformal, str), 0.0 if self.validation is None else self.validation
+        if cross:
+            one_of("conformal", self.conformal, ("cv+",), hint='pass "cv+" or a share such as 0.2')
+        share = 0.0 if cross else number("conformal", self.conformal, least=0, below=1)
+        number("validation", validation, least=0, below=1)
+        number("validation + conformal", validation + share, below=1)
         if y is None:
             kind = type(self).__name__
             raise ValueError(f"{kind} requires y to be passed, but the target y is None; pass the targets of the rows")
@@ -311,39 +319,39 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         data = TrainingRows(take_rows(table, rows), targets[rows], weights[order], copies, units)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self.folds_: list[Self] = []
-        if self.conformal == CROSS:
-            folds = GroupKFold(integer("folds", self.folds, least=2), shuffle=True, random_state=seed)
-            self.folds_ = [self._fit_fold(data, *parts, seed) for parts in folds.split(units, groups=units)]
-        self._fit_rows(data, np.arange(len(rows)), None, seed)
-        return self
+        if cross:
+            parts = GroupKFold(integer("folds", self.folds, least=2), shuffle=True, random_state=seed)
+            split = parts.split(units, groups=units)
+            self.folds_ = [copy.copy(self)._fit_rows(data, others, fold, 0.0, seed) for others, fold in split]
+        return self._fit_rows(data, np.arange(len(rows)), None, share, seed)
 
-    def _fit_fold(self, data: TrainingRows, others: np.ndarray, fold: np.ndarray, seed: int) -> Self:
-        """An estimator trained on the other rows, with the scores of the fold's rows."""
-        made = copy.copy(self)
-        made.conformal = 0.0
-        made._fit_rows(data, others, fold, seed)
-        return made
-
-    def _fit_rows(self, data: TrainingRows, given: np.ndarray, fold: np.ndarray | None, seed: int) -> None:
-        """Trains on the rows `given`, and takes the scores of the rows in `fold`; if None, of a share of those given."""
+    def _fit_rows(self, data: TrainingRows, given: Any, fold: np.ndarray | None, share: float, seed: int) -> Self:
+        """Trains on the rows `given` and calibrates on the fold's rows; if None, on a share of those given."""
         table, targets, weights, copies, units = data
         try:
             device = torch.empty(0, device=self.device).device
         except (AssertionError, RuntimeError) as error:
             raise ValueError(f"expected a device that torch has here, got {self.device!r}; pass 'cpu'") from error
-        shares = (0.0 if isinstance(self.conformal, str) else self.conformal, self.validation)
         labels = targets[given] if targets.dtype == np.int64 else None
-        split = split_rows(units[given], shares, seed=seed, labels=labels, least=LEAST)
+        validation, retrain = self.validation, False
+        if validation is None:
+            judged_by = getattr(METHODS.get(self.method, self.method), "judged_by", None)
+            validation = min(0.3, max(0.1, WANTED / len(np.unique(units[given]))))
+            retrain = validation > 0.1 and labels is None and judged_by == "current"
+            validation = validation if retrain else 0.1
+        split = split_rows(units[given], (share, validation), seed=seed, labels=labels, least=LEAST)
         train, calibrating, held = (given[part] for part in split)
-        if shares[0] and not len(calibrating):
-            got = f'{shares[0]:g} of {len(given)}; pass more, raise conformal=, or pass "cv+"'
+        if share and not len(calibrating):
+            got = f'{share:g} of {len(given)}; pass more, raise conformal=, or pass "cv+"'
             raise ValueError(f"expected at least {LEAST} rows to calibrate on, got {got}")
         calibrating = calibrating if fold is None else fold
         self.held_weight_ = float(weights[calibrating].sum() / weights.mean())
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
-        self.encoder_ = TableEncoder.of(take_rows(table, train), categories=self.categories)
-        self._measure(targets[train])
+
+        def measure_rows(part: np.ndarray) -> None:
+            self.encoder_ = TableEncoder.of(take_rows(table, part), categories=self.categories)
+            self._measure(targets[part])
 
         def batch_tensors(part: np.ndarray, *, weighted: bool = not copies) -> list[Any]:
             weight = torch.from_numpy(weights[part] / weights.mean()).float() if weighted else None
@@ -351,20 +359,31 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
             torch.manual_seed(seed)
-            self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed)
+            measure_rows(train)
+            epochs = self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed, self.epochs)
+            if retrain and len(held):
+                history, scores, temperature = self.history_, self.scores_, float(self.posterior_.temperature)
+                measure_rows(everything := np.sort(np.r_[train, held]))
+                self._train(batch_tensors(everything), None, seed, epochs, until=history.best)
+                self.posterior_.recalibrate(temperature, None)
+                self.history_, self.scores_ = history, scores
             if len(calibrating):
                 x, y, weight = batch_tensors(calibrating, weighted=True)
                 rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
                 conformal(self.posterior_, rows_left, score=self._score, level=0.9 if fold is None else 0.5)
         self._finish()
+        return self
 
-    def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
+    def _train(
+        self, train: list[Any], held: list[Any] | None, seed: int, epochs: int | None, *, until: int | None = None
+    ) -> int:
+        """Trains a posterior, with the schedule of `epochs` epochs, at most up to epoch `until`; returns the former."""
         x, y, weight = train
         outputs, likelihood = self._outputs(y)
         size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
         batches = Batches(x, y, weight=weight, batch_size=integer("batch_size", size), shuffle=True, seed=seed)
         most = min(200, max(20, math.ceil(STEPS / len(batches))))
-        epochs = most if self.epochs is None else integer("epochs", self.epochs)
+        epochs = most if epochs is None else integer("epochs", epochs)
         posterior = build_posterior(
             self.method,
             lambda: (self.network or partial(MLP, hidden=self.hidden))(x.shape[1], outputs),
@@ -381,7 +400,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         judging = None if held is None else Batches(held[0], held[1], weight=held[2], batch_size=1024)
         means = None
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
-            means = EarlyStopping(posterior, judging, self.patience)
+            means = EarlyStopping(posterior, judging, self.patience, max(1, epochs // 20))
         by_likelihood = judging is not None and means is None and posterior.judged_by is not None
         self.history_ = fit(
             posterior,
@@ -389,7 +408,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             epochs=epochs,
             validation=judging if by_likelihood else None,
             patience=self.patience if by_likelihood else None,
-            callback=means,
+            callback=means if until is None else lambda epoch: epoch.epoch == until,
             optimizer=optimizer,
             scheduler=scheduler,
             precision="float32",
@@ -406,6 +425,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if held is not None and y.is_floating_point():
             judged = predict_held_out(self.posterior_, (held[0].double(), held[1], held[2]))
             self.posterior_.recalibrate(best_temperature(*judged, warn=False), None)
+        return epochs
 
     def _finish(self) -> None:
         """Makes the posterior take tables, also when it is exported or loaded without this class."""
@@ -423,14 +443,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """X as predicted without each fold, or without the reserved rows, and their scores; [] if there are none."""
         found = []
         for fold in self.folds_ or [self]:
-            promises = fold.posterior_.promises
-            if "conformal" in promises:
-                mass, scores = (
-                    cast(Conformal, promises["conformal"]).mass,
-                    cast(Conformal, promises["conformal"]).scores,
-                )
-                weight = torch.diff(mass, dim=0, prepend=torch.zeros_like(mass[:1])) * (fold.held_weight_ / mass[-1])
-                found.append(FoldPrediction(fold.predictive(X), scores, weight))
+            promise = dict(fold.posterior_.promises.items()).get("conformal")
+            if isinstance(promise, Conformal):
+                weight = torch.diff(promise.mass, dim=0, prepend=torch.zeros_like(promise.mass[:1]))
+                weight *= fold.held_weight_ / promise.mass[-1]
+                found.append(FoldPrediction(fold.predictive(X), promise.scores, weight))
         for level in levels:
             fraction("level", level, hint="pass for example 0.9")
             if found and (rows := sum(len(each.scores) for each in found)) < least_rows(level):
