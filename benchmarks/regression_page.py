@@ -83,6 +83,11 @@ def sizes(rows: list[Row]) -> str:
     return markdown(["table", "source", "rows", "training rows", "columns", "of them categories", "splits"], lines)
 
 
+def measured_pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    models = {row["model"] for row in rows}
+    return [pair for pair in PAIRS if models.issuperset(pair)]
+
+
 class Difference(NamedTuple):
     """One model beside another on one table, over its splits."""
 
@@ -110,7 +115,8 @@ def compare(rows: list[Row], first: str, second: str) -> dict[tuple[str, str], D
 
 def differences(rows: list[Row]) -> str:
     """A line for each table, a column for each pair of models."""
-    all_pairs = [compare(rows, *pair) for pair in PAIRS]
+    pairs = measured_pairs(rows)
+    all_pairs = [compare(rows, *pair) for pair in pairs]
     lines = []
     for name in tables_by_size(rows):
         cells = [name]
@@ -118,14 +124,14 @@ def differences(rows: list[Row]) -> str:
             each = [found[column, name] for column in COMPARED if (column, name) in found]
             cells.append(" / ".join(f"**{percent(e.ratio)}**" if e.beyond_chance else percent(e.ratio) for e in each))
         lines.append(cells)
-    return markdown(["RMSE / interval score, %", *(f"{first} over {second}" for first, second in PAIRS)], lines)
+    return markdown(["RMSE / interval score, %", *(f"{first} over {second}" for first, second in pairs)], lines)
 
 
 def verdicts(rows: list[Row]) -> str:
     """What the differences of two models come to over tables, with one line more for small tables where rows are held out."""
     small = {row["set"] for row in rows if int(row["table_rows"]) < SMALL}
     lines = []
-    for first, second in PAIRS:
+    for first, second in measured_pairs(rows):
         found = compare(rows, first, second)
         for column in COMPARED:
             mine = {name: each for (key, name), each in found.items() if key == column}

@@ -181,6 +181,8 @@ def measure(given: argparse.Namespace) -> None:
         )
     sets = given.sets.split(",") if given.sets else sorted(path.stem for path in given.data.glob("*.npz"))
     models = given.models.split(",") if given.models else list(MODELS)
+    if unknown := [name for name in models if name not in MODELS]:
+        raise SystemExit(f"expected models of {', '.join(MODELS)}, got {', '.join(unknown)}; correct --models")
     sizes = {name: regression_sets.read_table(given.data, name).train.shape[1] for name in sets}
     done = read_rows(given.csv)
     there = {(row["set"], int(row["split"]), row["model"]) for row in done}
@@ -188,15 +190,19 @@ def measure(given: argparse.Namespace) -> None:
     jobs.sort(key=lambda job: (job[1], job[2] != CV, job[2] != "TabM (split)", -sizes[job[0]]))
     until = time.time() + 60 * given.minutes if given.minutes is not None else np.inf
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn"), initializer=on_one_core) as pool:
-        for future in as_completed([pool.submit(row_of, *job, given.data, given.device, until) for job in jobs]):
-            if (row := future.result()) is not None:
+        futures = {pool.submit(row_of, *job, given.data, given.device, until): job for job in jobs}
+        for future in as_completed(futures):
+            if error := future.exception():  # the others go on; the next call tries again
+                print(*futures[future], f"failed: {error!r}", flush=True)
+            elif (row := future.result()) is not None:
                 done.append(row)
                 write_rows(given.csv, done)
                 shown = ("set", "split", "model", "rmse", "coverage90", "interval_score", "seconds")
                 print(
                     *(row[key] if isinstance(row[key], int | str) else f"{row[key]:.4g}" for key in shown), flush=True
                 )
-    print(f"{len(done)} rows, {len(there) + len(jobs) - len(done)} left")
+    failures = sum(future.exception() is not None for future in futures)
+    print(f"{len(done)} rows, {len(there) + len(jobs) - len(done)} left, {failures} of them failed")
 
 
 def on_one_core() -> None:
