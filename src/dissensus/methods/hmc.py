@@ -121,8 +121,8 @@ class HMC(SamplingPosterior):
             raise ValueError("expected equal outputs for equal inputs, got random numbers; remove its randomness")
         seconds = gradients * (time.perf_counter() - started)
         text = "%d chains of %d gradients on %d rows take about %.0f s; fewer samples, warmup or leapfrog take less"
-        level = logging.WARNING if seconds > SLOW else logging.INFO
-        log.log(level, text, self.particles.members, gradients, batch.size, seconds)
+        facts = (self.particles.members, gradients, batch.size, seconds)
+        log.log(logging.WARNING if seconds > SLOW else logging.INFO, text, *facts)
         self.chains = sample_chains(
             energy,
             energy.start,
@@ -154,7 +154,6 @@ class HMC(SamplingPosterior):
         return list(sampled_weights(self.particles).stored)
 
     def _check_budget(self, parameters: int, examples: int) -> int:
-        """The gradients of each chain; raises if all of them take more operations than the budget."""
         gradients = (self.warmup + self.samples * self.every) * self.leapfrog
         cost = 6.0 * gradients * self.particles.members * examples * parameters
         if cost > self.budget:

@@ -1,9 +1,8 @@
 """CV+ (Barber, Candès, Ramdas & Tibshirani, Annals of Statistics 2021): intervals and sets calibrated on all training rows.
 
-Networks trained without fold k give the scores of its rows, s_i = |y_i − m_k(x_i)| / σ_k(x_i), and predict new rows. A new
-row's interval ends at the quantiles of m_k(x) ∓ s_i σ_k(x) over the rows i of all folds k. The set of a classification (Romano,
-Sesia & Candès 2020) has the classes whose scores exceed fewer than level · (n + 1) of the rows' scores. With one fold, whose
-rows were reserved, both are those of split conformal prediction.
+Networks trained without fold k give its rows' scores s_i = |y_i − m_k(x_i)| / σ_k(x_i). The interval of a new row x ends at the
+quantiles of m_k(x) ∓ s_i σ_k(x) over the rows i of all folds k. A set (Romano, Sesia & Candès 2020) has the classes with
+scores above those of fewer than level · (n + 1) rows. With one fold of reserved rows this is split conformal prediction.
 """
 
 from __future__ import annotations
@@ -30,25 +29,22 @@ class FoldPrediction(NamedTuple):
 
 def cross_interval(folds: Sequence[FoldPrediction], level: float) -> tuple[Tensor, Tensor]:
     """(lower, upper), each (N, D), for each output separately."""
-    one = torch.ones(1, dtype=torch.float64)
     weight = torch.cat([fold.weight for fold in folds])[:, None]
     moments = [(fold.predictive.mean, fold.predictive.total.sqrt(), fold.scores[:, None]) for fold in folds]
     rows, outputs = moments[0][0].shape
+    parts = torch.arange(rows).split(max(1, NUMBERS // weight.numel()))
     if len(folds) == 1:  # all rows have the same order of scores
         mean, deviation, scores = moments[0]
-        threshold = weighted_quantile(scores[:, 0], weight[:, 0].cumsum(0), level, one)
+        threshold = weighted_quantile(scores[:, 0], weight[:, 0].cumsum(0), level, weight.new_ones(1))
         return mean - threshold * deviation, mean + threshold * deviation
 
-    def quantile(sign: int, part: slice) -> Tensor:
+    def quantile(sign: int, part: Tensor) -> Tensor:
         ends = torch.cat([sign * mean[part] + scores * deviation[part] for mean, deviation, scores in moments])
         ordered, order = ends.flatten(1).sort(0)  # (n, B · D)
         mass = weight.expand_as(ends).flatten(1).gather(0, order).cumsum(0)
-        return sign * weighted_quantile(ordered, mass, level, one).reshape(-1, outputs)
+        return sign * weighted_quantile(ordered, mass, level, weight.new_ones(1)).reshape(-1, outputs)
 
-    size = max(1, NUMBERS // weight.numel())
-    parts = [slice(start, start + size) for start in range(0, rows, size)]
-    lower, upper = (torch.cat([quantile(sign, part) for part in parts]) for sign in (-1, 1))
-    return lower, upper
+    return torch.cat([quantile(-1, part) for part in parts]), torch.cat([quantile(1, part) for part in parts])
 
 
 def cross_set(folds: Sequence[FoldPrediction], level: float) -> Tensor:

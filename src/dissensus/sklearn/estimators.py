@@ -50,13 +50,14 @@ from dissensus.sklearn.cross_conformal import FoldPrediction, cross_interval, cr
 from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
-from dissensus.training.history import Epoch
+from dissensus.training.history import Epoch, History
 from dissensus.utils.checks import fraction, integer, number, one_of
 from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.parameter_groups import optimizer_refusal
 
 MEMBERS = 5
+TrainingRows = tuple[Any, np.ndarray, np.ndarray, bool, np.ndarray]  # table, targets, weights, whether copies, units
 COPIES = 10  # most copies of a row, on average: more are rows of their own, and higher weights are factors of the loss
 TABLE = "table.json"
 STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
@@ -67,10 +68,9 @@ WANTED = 100  # validation rows of a regression if `validation` is None, within 
 class EarlyStopping:
     """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
 
-    An epoch's error is the mean of the last `window` epochs', so that few held-out rows do not choose one lucky early epoch.
-
-    The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
-    likelihood would then choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
+    Errors are means over the last `window` epochs; else few held-out rows would often choose a lucky early one. The likelihood
+    is not used: a network with a variance output soon becomes overconfident on training rows, and the likelihood would then
+    choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
     """
 
     def __init__(self, posterior: Posterior, rows: Batches, patience: int | None, window: int) -> None:
@@ -130,11 +130,10 @@ def build_posterior(
     keywords = inspect.signature(kind).parameters
     several = kind.networks_taken == "several"
     taken = {"likelihood", *(["members"] if several else [])}
+    known = [each for each in list(keywords)[1:] if each not in taken]  # the first one takes the networks
     for name in () if any(each.kind is each.VAR_KEYWORD for each in keywords.values()) else settings:
         hint = f"pass {name}= to the estimator" if name in taken else rename_hint(kind.name, name)
-        one_of(
-            f"a setting of {kind.__name__}", name, [each for each in list(keywords)[1:] if each not in taken], hint=hint
-        )
+        one_of(f"a setting of {kind.__name__}", name, known, hint=hint)
     if members is not None:
         integer("members", members)
     count = (members or MEMBERS) if several else (members or 1) if kind.networks_taken == "any" else 1
@@ -159,8 +158,8 @@ def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
         from pandas import DataFrame
 
         x = DataFrame(dict(zip(*table_columns(x), strict=True)))  # type: ignore[arg-type]
-        names = [] if reset else list(getattr(estimator, "feature_names_in_", ()))
-        x = x[names] if set(names) == set(x.columns) else x  # a dict's order means nothing
+        order = [] if reset else list(getattr(estimator, "feature_names_in_", ()))
+        x = x[order] if set(order) == set(x.columns) else x  # a dict's order means nothing
     if hasattr(x, "columns"):
         validate_data(estimator, x, reset=reset, skip_check_array=True)
         return x
@@ -192,10 +191,7 @@ def sort_rows(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, 
 
 
 def split_units(groups: np.ndarray) -> np.ndarray:
-    """(N,) numbers from 0: rows of one number stay in one part, so that no training row is also a validation row.
-
-    They are equal rows; or single rows, if rows have more than `COPIES` equals on average, as in tables with few categories.
-    """
+    """(N,) numbers of rows that stay in one part: one for equal rows, unless there are more than `COPIES` on average."""
     found, numbers = np.unique(groups, return_inverse=True)
     return np.arange(len(groups)) if COPIES * len(found) < len(groups) else numbers
 
@@ -206,10 +202,9 @@ def split_rows(
     """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty; see `split_units`."""
     groups = split_units(groups)
     first = np.unique(groups, return_index=True)[1]
-    count = len(first)
-    left, parts = np.arange(count), []
+    left, parts = np.arange(len(first)), []
     for place, part in enumerate(shares):
-        held = round(part * count)
+        held = round(part * len(first))
         parts.append(left[:0])
         if part and held >= least and held < len(left):
             strata = None if labels is None else torch.from_numpy(labels[first[left]])
@@ -223,16 +218,6 @@ def take_rows(table: Any, rows: np.ndarray) -> Any:
     if hasattr(table, "iloc"):
         return table.iloc[rows]
     return {name: column[rows] for name, column in table.items()} if isinstance(table, dict) else table[rows]
-
-
-class TrainingRows(NamedTuple):
-    """Rows of a table in the order of their contents."""
-
-    table: Any
-    targets: np.ndarray  # (N, D), or (N,) codes of labels
-    weights: np.ndarray  # (N,)
-    copies: bool  # whether the weights are numbers of copies
-    units: np.ndarray  # (N,) as by `split_units`
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -250,15 +235,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batch_size: rows per batch; None means a sixteenth of the rows, within 32 to 256.
         lr, weight_decay: settings of AdamW, with the method's schedule. Methods with a special optimiser use that one.
         validation: share of the rows that choose the best epoch, by the likelihood of labels or the error of means. They also
-            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling. None means a
-            tenth; for regressions of fewer than 1,000 rows, 100 rows or three tenths, and the networks are then trained
-            again, on all rows and up to the best epoch, so that no rows are lost.
-        conformal: share of the rows reserved for calibrating intervals and sets, which then contain a new row's target with
-            the requested probability 1 − α. "cv+" (Barber et al. 2021) calibrates on all rows instead and reserves none: it
-            trains once per fold without the fold's rows, and once on all rows, for the mean. It takes the time and memory of
-            `folds` + 1 fits; its coverage is close to 1 − α in practice, and never below 1 − 2α − √(2/n) for n training rows.
-            0 uses the posterior's intervals and sets, without a guarantee.
-        folds: number of folds of "cv+".
+            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling. None: a tenth;
+            in regressions below 1,000 rows, 100 rows or three tenths, and all rows then train again, up to the best epoch.
+        conformal, folds: share of rows reserved for calibrating intervals and sets, which then contain a new row's target with
+            the requested probability 1 − α. "cv+" (Barber et al. 2021) reserves none: it trains once per fold without its rows,
+            and once on all rows, for the mean. It takes the time and memory of `folds` + 1 fits. Its coverage is near 1 − α in
+            practice, and at least 1 − 2α − √(2/n) for n rows. 0 uses the posterior's intervals and sets, without a guarantee.
         patience: epochs without a better score after which training stops; None never stops early.
         categories: columns whose numbers are codes, by name or position.
         device: device for training; predictions are made on the CPU, in float64.
@@ -266,6 +248,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """
 
     _score: ClassVar[ConformalScore]
+    posterior_: Posterior
+    history_: History
+    scores_: list[float | None]
 
     def __init__(
         self,
@@ -300,10 +285,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
         each row counts.
         """
-        cross, validation = isinstance(self.conformal, str), 0.0 if self.validation is None else self.validation
-        if cross:
+        validation = 0.0 if self.validation is None else self.validation
+        if cross := isinstance(self.conformal, str):
             one_of("conformal", self.conformal, ("cv+",), hint='pass "cv+" or a share such as 0.2')
-        share = 0.0 if cross else number("conformal", self.conformal, least=0, below=1)
+        share = 0.0 if isinstance(self.conformal, str) else number("conformal", self.conformal, least=0, below=1)
         number("validation", validation, least=0, below=1)
         number("validation + conformal", validation + share, below=1)
         if y is None:
@@ -316,7 +301,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         rows, weights, copies = weighted_rows(table, targets, sample_weight)
         order, groups = sort_rows(table, targets, rows)
         rows, units = rows[order], split_units(groups)
-        data = TrainingRows(take_rows(table, rows), targets[rows], weights[order], copies, units)
+        data = (take_rows(table, rows), targets[rows], weights[order], copies, units)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self.folds_: list[Self] = []
         if cross:
@@ -335,10 +320,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         labels = targets[given] if targets.dtype == np.int64 else None
         validation, retrain = self.validation, False
         if validation is None:
-            judged_by = getattr(METHODS.get(self.method, self.method), "judged_by", None)
-            validation = min(0.3, max(0.1, WANTED / len(np.unique(units[given]))))
-            retrain = validation > 0.1 and labels is None and judged_by == "current"
-            validation = validation if retrain else 0.1
+            kind: Any = METHODS.get(str(self.method), self.method)  # with fit_posthoc, a second run may take too long
+            retrain = labels is None and getattr(kind, "judged_by", 0) == "current" and not hasattr(kind, "fit_posthoc")
+            validation = min(0.3, max(0.1, WANTED / len(np.unique(units[given])))) if retrain else 0.1
         split = split_rows(units[given], (share, validation), seed=seed, labels=labels, least=LEAST)
         train, calibrating, held = (given[part] for part in split)
         if share and not len(calibrating):
@@ -361,10 +345,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(seed)
             measure_rows(train)
             epochs = self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed, self.epochs)
-            if retrain and len(held):
+            if retrain and validation > 0.1 and len(held):
                 history, scores, temperature = self.history_, self.scores_, float(self.posterior_.temperature)
                 measure_rows(everything := np.sort(np.r_[train, held]))
-                self._train(batch_tensors(everything), None, seed, epochs, until=history.best)
+                steps = len(train) / len(everything)  # as many steps as before, or the temperature would not fit
+                until = max(1, round(steps * ((history.best or 0) + 1)))
+                self._train(batch_tensors(everything), None, seed, max(1, round(steps * epochs)), until=until)
                 self.posterior_.recalibrate(temperature, None)
                 self.history_, self.scores_ = history, scores
             if len(calibrating):
@@ -377,7 +363,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _train(
         self, train: list[Any], held: list[Any] | None, seed: int, epochs: int | None, *, until: int | None = None
     ) -> int:
-        """Trains a posterior, with the schedule of `epochs` epochs, at most up to epoch `until`; returns the former."""
+        """Trains a posterior, with the schedule of `epochs` epochs, of which it trains `until`; returns the former."""
         x, y, weight = train
         outputs, likelihood = self._outputs(y)
         size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
@@ -408,7 +394,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             epochs=epochs,
             validation=judging if by_likelihood else None,
             patience=self.patience if by_likelihood else None,
-            callback=means if until is None else lambda epoch: epoch.epoch == until,
+            callback=means if until is None else lambda epoch: epoch.epoch + 1 == until,
             optimizer=optimizer,
             scheduler=scheduler,
             precision="float32",
@@ -420,7 +406,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             posterior.load_state_dict(means.state)
             self.history_.best = means.best
             refresh(posterior, batches)
-        self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else means.scores
+        self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else [*means.scores]
         self.posterior_ = posterior.cpu().double()
         if held is not None and y.is_floating_point():
             judged = predict_held_out(self.posterior_, (held[0].double(), held[1], held[2]))
@@ -475,7 +461,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         text = json.dumps(state)
         save_posterior(self.posterior_, folder)
         for place, fold in enumerate(self.folds_):
-            fold.save(_fold_folder(folder, place))
+            fold.save(Path(folder) / f"fold_{place}")
         write_atomically({Path(folder) / TABLE: text.encode()})
 
     def __sklearn_tags__(self) -> Any:
@@ -565,21 +551,18 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         interval: float | Sequence[float] | None = None,
         quantiles: Sequence[float] | None = None,
         return_std: bool = False,
-    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray] | Interval:
         """(N,) or (N, D) predicted means, or one of the following.
 
         Args:
-            interval: a level such as 0.9, for an `Interval` of mean, lower and upper. Several levels give ends of shape
-                (levels, N) or (levels, N, D). The ends are conformal, with a coverage guarantee, if `conformal` was given: mean
-                ± threshold · deviation, or those of CV+. Otherwise they are the mixture's central intervals.
-            quantiles: probabilities such as [0.1, 0.5, 0.9], for the mixture's quantiles, of shape (quantiles, N) or
-                (quantiles, N, D). They have no guarantee, even if `conformal` was given.
-            return_std: whether to return the pair of means and standard deviations of the mixture.
+            interval: a level such as 0.9, for an `Interval`; or several, for ends (levels, N) or (levels, N, D). The ends are
+                conformal, with a coverage guarantee, if `conformal` was given; otherwise the mixture's central intervals.
+            quantiles: such as [0.1, 0.5, 0.9], for the mixture's quantiles (quantiles, N) or (quantiles, N, D), which have no
+                guarantee, even if `conformal` was given.
+            return_std: whether to return means and standard deviations of the mixture.
         """
-        asked = {"interval": interval is not None, "quantiles": quantiles is not None, "return_std": return_std}
-        if sum(asked.values()) > 1:
-            got = " and ".join(name for name in asked if asked[name])
-            raise ValueError(f"expected one of interval, quantiles and return_std, got {got}; call predict for each")
+        if (interval is not None) + (quantiles is not None) + return_std > 1:
+            raise ValueError("expected one of interval, quantiles and return_std, got several; call predict for each")
         predictive: Any = self.predictive(X)
         mean = self._as_targets(predictive.mean)
         if quantiles is not None:
@@ -596,8 +579,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def _as_targets(self, values: Tensor) -> np.ndarray:
         """Values (..., N, D) as (..., N), if the targets were (N,)."""
-        found: np.ndarray = values.numpy() if self.targets_2d_ else values[..., 0].numpy()
-        return found
+        return (values if self.targets_2d_ else values[..., 0]).numpy()
 
     def _targets(self, y: Any) -> np.ndarray:
         targets: np.ndarray = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
@@ -664,9 +646,5 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
         estimator.encoder_ = inputs.encoder
         estimator._restore(state)
         estimator.held_weight_ = state["held_weight"]
-    estimator.folds_ = [load(_fold_folder(folder, place), network) for place in range(state["folds"])]
+    estimator.folds_ = [load(Path(folder) / f"fold_{place}", network) for place in range(state["folds"])]
     return estimator
-
-
-def _fold_folder(folder: str | os.PathLike[str], place: int) -> Path:
-    return Path(folder) / f"fold_{place}"
