@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from regression_tables import MODELS
 from rows import Row, markdown, origins_of, read_rows
 
 RESULTS = Path(__file__).parent / "results"
@@ -102,16 +103,18 @@ def pixels() -> str:
 
 
 def table_rows() -> str:
-    """Rows of a table: ratios to boosted trees, geometric means over six UCI sets."""
-    rows = read_rows(RESULTS / "tables_uci.csv")
-    base = "histogram boosting (cross)"
+    """Rows of a table: ratios to boosted trees, geometric means over tables."""
+    rows = read_rows(RESULTS / "regression_tables.csv")
+    if not rows:
+        return "Not measured yet."
+    base = "histogram boosting (CV+)"
 
     def of(model: str, name: str, key: str) -> float:
         return statistics.fmean(float(row[key]) for row in rows if row["model"] == model and row["set"] == name)
 
     sets = list(dict.fromkeys(row["set"] for row in rows))
     lines = []
-    for model in ("deep ensemble", "deep ensemble (conformal)", "MC dropout", "BatchEnsemble", base):
+    for model in MODELS:
         ratios = [
             statistics.geometric_mean(of(model, name, key) / of(base, name, key) for name in sets)
             for key in ("rmse", "interval_score")
@@ -119,8 +122,10 @@ def table_rows() -> str:
         others = [statistics.fmean(of(model, name, key) for name in sets) for key in ("coverage90", "seconds")]
         lines.append([model, *(f"{each:.2f}" for each in ratios), f"{100 * others[0]:.0f}", f"{others[1]:.1f}"])
     titles = ["model", "RMSE", "interval score", "coverage of 90 %, %", "seconds of one core"]
-    said = f"RMSE and interval score are relative to {base}, geometric means over {len(sets)} sets; lower is better."
-    made = source(rows, "python benchmarks/tables_uci.py --run", "tables_uci.csv").replace("seeds", "splits")
+    said = f"RMSE and interval score are relative to {base}, geometric means over {len(sets)} tables; lower is better."
+    made = source(rows, "python benchmarks/regression_tables.py --run", "regression_tables.csv").replace(
+        "seeds", "splits"
+    )
     return f"{markdown(titles, lines)}\n\n{said}\n\n{made}"
 
 

@@ -26,9 +26,9 @@ import momentum
 import papers_page
 import peers_page
 import pretrained_page
+import regression_page
 import scaling
 import shift
-import tables_uci
 import task_results
 import toy_entropy
 import tradi_schedule
@@ -600,8 +600,7 @@ def tables_of_studies() -> Iterator[tuple[Path, str, str]]:
         yield results / "composing.md", "compose-speed", compose_speed.page(found)
     if found := rows("momentum.csv"):
         yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
-    if found := rows("tables_uci.csv"):
-        yield results / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
+    yield results / "tables.md", "regression-tables", regression_page.page(rows("regression_tables.csv"))
     if rows("embedded_width.csv"):
         yield results / "embedded.md", "embedded-width", embedded_width.page()
         yield results / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()

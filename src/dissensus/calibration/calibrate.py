@@ -324,10 +324,10 @@ NUMBERS = 2**22  # of predictions held in float64 at once
 SUSPICIOUS = 0.5  # a lower one makes members more than twice as confident, which held-out data hardly ever need
 
 
-def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = None) -> float:
+def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = None, *, warn: bool = True) -> float:
     """The temperature that minimises the negative log-likelihood of targets y, computed in float64 for a precise minimum.
 
-    `weight`: example weights, (N,) or of the shape of the log-probabilities.
+    `weight`: example weights, (N,) or of the shape of the log-probabilities. `warn`: whether to log an ambiguous choice.
     """
     rows = max(1, NUMBERS // max(1, predictive.defining_tensors()[0][:, :1].numel()))  # converted at once
     parts = [slice(start, start + rows) for start in range(0, len(predictive), rows)]
@@ -358,7 +358,7 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
         return math.exp(best)
     hint = "Pass more held-out examples to choose (members that are far too uncertain favour ever lower ones)"
     text = "temperatures from %.3g to %.3g are equally good within one standard error; the highest is used. %s"
-    log.warning(text, math.exp(best), math.exp(highest), hint)
+    log.log(logging.WARNING if warn else logging.DEBUG, text, math.exp(best), math.exp(highest), hint)
     return math.exp(highest)
 
 

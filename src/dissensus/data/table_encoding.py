@@ -73,6 +73,9 @@ class CategoryColumn:
         counts: dict[Level, int] = {}
         for value in known:
             counts[value] = counts.get(value, 0) + 1
+        if len(counts) > max(20, len(known) / 2) and sum(len(str(value).split()) for value in known) >= 4 * len(known):
+            got = f"free text such as {str(known[0])[:30]!r}; leave it out, or encode it as numbers"
+            raise ValueError(f"expected numbers or categories in column {name!r}, got {got}")
         named = sorted(counts, key=_rank)  # ties in frequency do not depend on the order of rows
         levels = tuple(sorted(sorted(named, key=lambda level: -counts[level])[:most], key=_rank))
         return CategoryColumn(name, levels, len(counts) > len(levels), len(known) < len(values))
@@ -205,15 +208,20 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
             fix = "pass one row as table[None] or frame.iloc[[0]], one column as table[:, None] or series.to_frame()"
             raise ValueError(f"expected a table of shape (N, D), got {got}; {fix}")
         names, columns = None, list(matrix.T)
-    columns = [_listed_column(each) if str(getattr(each, "dtype", "object")) == "object" else each for each in columns]
+    columns = [_listed_column(name, each) for name, each in zip(names or range(len(columns)), columns, strict=True)]
     if len({len(column) for column in columns}) > 1 or any(np.ndim(column) != 1 for column in columns):
         raise ValueError(f"expected columns of one length, got {_shape_text(columns)}; pass one value per row")
     return names, columns
 
 
-def _listed_column(values: Any) -> np.ndarray:
+def _listed_column(name: Name, values: Any) -> Any:
     """A column given as a list. Its values stay objects, except dates: NumPy would turn numbers beside text into text."""
+    if str(getattr(values, "dtype", "object")) != "object":
+        return values
     column = np.asarray(values, dtype=object)
+    if nested := [each for each in column if isinstance(each, list | tuple | dict | set | np.ndarray | Tensor)]:
+        got = f"a {type(nested[0]).__name__}; make a column of each element, or leave it out"
+        raise ValueError(f"expected one number or text per row in column {name!r}, got {got}")
     known = [None if _is_missing(value) else value for value in column.flat]
     dates = any(known) and all(value is None or isinstance(value, date) for value in known)
     return np.array(known, dtype="datetime64[us]") if dates else column

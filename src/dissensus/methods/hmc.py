@@ -9,6 +9,7 @@ Zhang, Li, Zhang, Chen & Wilson, "Cyclical stochastic gradient MCMC for Bayesian
 import copy
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, Unpack, final
 
@@ -37,6 +38,7 @@ from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 
+SLOW = 30.0  # seconds; longer runs are announced by a warning
 LOW = 0.4  # a chain with a lower acceptance rate is reported, whatever its target
 
 
@@ -113,9 +115,14 @@ class HMC(SamplingPosterior):
         self.check_network()
         batch = concatenate_batches([self.prepare_batch(each) for each in self.read(loader)])
         energy = Potential(self, batch)
-        self._check_budget(energy.start.shape[1], batch.size)
-        if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
+        gradients = self._check_budget(energy.start.shape[1], batch.size)
+        first, started = energy(energy.start)[0], time.perf_counter()
+        if not torch.equal(first, energy(energy.start)[0]):
             raise ValueError("expected equal outputs for equal inputs, got random numbers; remove its randomness")
+        seconds = gradients * (time.perf_counter() - started)
+        text = "%d chains of %d gradients on %d rows take about %.0f s; fewer samples, warmup or leapfrog take less"
+        facts = (self.particles.members, gradients, batch.size, seconds)
+        log.log(logging.WARNING if seconds > SLOW else logging.INFO, text, *facts)
         self.chains = sample_chains(
             energy,
             energy.start,
@@ -146,13 +153,14 @@ class HMC(SamplingPosterior):
     def sampled_names(self) -> list[str]:
         return list(sampled_weights(self.particles).stored)
 
-    def _check_budget(self, parameters: int, examples: int) -> None:
+    def _check_budget(self, parameters: int, examples: int) -> int:
         gradients = (self.warmup + self.samples * self.every) * self.leapfrog
         cost = 6.0 * gradients * self.particles.members * examples * parameters
         if cost > self.budget:
             work = f"{gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6"
             got = f"about {cost:.0e}: {self.particles.members} chains × {work}"
             raise ValueError(f"expected at most {self.budget:.0e} operations, got {got}; do less, or raise budget")
+        return gradients
 
 
 def make_generators(posterior: "HMC | SGHMC") -> list[torch.Generator]:

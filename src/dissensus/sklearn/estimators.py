@@ -8,14 +8,17 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from statistics import fmean
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import GroupKFold
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
@@ -28,10 +31,10 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor, nn
 
-from dissensus.calibration.calibrate import temperature_scale
-from dissensus.calibration.conformal import Conformal, ConformalScore, conformal, lac, least_rows
+from dissensus.calibration.calibrate import best_temperature, predict_held_out
+from dissensus.calibration.conformal import Conformal, ConformalScore, conformal, least_rows
 from dissensus.core.calibrated import stored_guarantees
-from dissensus.core.description import to_json_values
+from dissensus.core.description import rename_hint, to_json_values
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, RealTargets
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, inference_context, refresh
@@ -43,35 +46,42 @@ from dissensus.data.table_encoding import TableEncoder, comparable_values, table
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
 from dissensus.nets import MLP
+from dissensus.sklearn.cross_conformal import FoldPrediction, cross_interval, cross_set
 from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
-from dissensus.training.history import Epoch
+from dissensus.training.history import Epoch, History
 from dissensus.utils.checks import fraction, integer, number, one_of
+from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.parameter_groups import optimizer_refusal
 
 MEMBERS = 5
+TrainingRows = tuple[Any, np.ndarray, np.ndarray, bool, np.ndarray]  # table, targets, weights, whether copies, units
 COPIES = 10  # most copies of a row, on average: more are rows of their own, and higher weights are factors of the loss
 TABLE = "table.json"
 STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
 LEAST = 20  # fewest validation rows; with fewer the last epoch is kept
+WANTED = 100  # validation rows of a regression if `validation` is None, within a tenth and three tenths of the rows
 
 
 class EarlyStopping:
     """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
 
-    The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
-    likelihood would then choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
+    Errors are means over the last `window` epochs; else few held-out rows would often choose a lucky early one. The likelihood
+    is not used: a network with a variance output soon becomes overconfident on training rows, and the likelihood would then
+    choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
     """
 
-    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
+    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None, window: int) -> None:
         self.posterior, self.rows, self.patience = posterior, rows, patience
-        self.scores: list[float] = []  # root mean squared error of each epoch, in deviations of the targets
+        self.recent: deque[float] = deque(maxlen=window)  # root mean squared errors, in deviations of the targets
+        self.scores: list[float] = []  # their mean at each epoch
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> bool:
-        score = self._error()
+        self.recent.append(self._error())
+        score = fmean(self.recent)
         if score < min(self.scores, default=math.inf):
             self.state = {name: tensor.detach().clone() for name, tensor in self.posterior.state_dict().items()}
         self.scores.append(score)
@@ -119,6 +129,11 @@ def build_posterior(
     kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
     keywords = inspect.signature(kind).parameters
     several = kind.networks_taken == "several"
+    taken = {"likelihood", *(["members"] if several else [])}
+    known = [each for each in list(keywords)[1:] if each not in taken]  # the first one takes the networks
+    for name in () if any(each.kind is each.VAR_KEYWORD for each in keywords.values()) else settings:
+        hint = f"pass {name}= to the estimator" if name in taken else rename_hint(kind.name, name)
+        one_of(f"a setting of {kind.__name__}", name, known, hint=hint)
     if members is not None:
         integer("members", members)
     count = (members or MEMBERS) if several else (members or 1) if kind.networks_taken == "any" else 1
@@ -137,7 +152,14 @@ def _last_two_layers(network: nn.Module) -> list[str]:
 
 
 def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
-    """A DataFrame unchanged, anything else as an array; column names and number must equal those of the training rows."""
+    """A DataFrame, also for a dict of columns, or an array; column names and number must equal those of the training rows."""
+    if isinstance(x, Mapping):
+        require_extra("tables")
+        from pandas import DataFrame
+
+        x = DataFrame(dict(zip(*table_columns(x), strict=True)))  # type: ignore[arg-type]
+        order = [] if reset else list(getattr(estimator, "feature_names_in_", ()))
+        x = x[order] if set(order) == set(x.columns) else x  # a dict's order means nothing
     if hasattr(x, "columns"):
         validate_data(estimator, x, reset=reset, skip_check_array=True)
         return x
@@ -168,22 +190,21 @@ def sort_rows(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, 
     return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])
 
 
+def split_units(groups: np.ndarray) -> np.ndarray:
+    """(N,) numbers of rows that stay in one part: one for equal rows, unless there are more than `COPIES` on average."""
+    found, numbers = np.unique(groups, return_inverse=True)
+    return np.arange(len(groups)) if COPIES * len(found) < len(groups) else numbers
+
+
 def split_rows(
     groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
 ) -> list[np.ndarray]:
-    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
-
-    Equal rows stay in one part, so that no training row is also a validation row; unless rows have more than `COPIES` equals
-    on average, as in tables with few categories.
-    """
-    count = int(groups.max()) + 1
-    if COPIES * count < len(groups):
-        groups, count = np.arange(len(groups)), len(groups)
-    first = np.zeros(count, dtype=np.int64)
-    first[groups[::-1]] = np.arange(len(groups))[::-1]
-    left, parts = np.arange(count), []
+    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty; see `split_units`."""
+    groups = split_units(groups)
+    first = np.unique(groups, return_index=True)[1]
+    left, parts = np.arange(len(first)), []
     for place, part in enumerate(shares):
-        held = round(part * count)
+        held = round(part * len(first))
         parts.append(left[:0])
         if part and held >= least and held < len(left):
             strata = None if labels is None else torch.from_numpy(labels[first[left]])
@@ -214,9 +235,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batch_size: rows per batch; None means a sixteenth of the rows, within 32 to 256.
         lr, weight_decay: settings of AdamW, with the method's schedule. Methods with a special optimiser use that one.
         validation: share of the rows that choose the best epoch, by the likelihood of labels or the error of means. They also
-            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling.
-        conformal: share of the rows reserved for calibrating intervals and sets, which then contain a new row's target with
-            the requested probability. 0 uses the posterior's intervals and sets, without this guarantee.
+            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling. None: a tenth;
+            in regressions below 1,000 rows, 100 rows or three tenths, and all rows then train again, up to the best epoch.
+        conformal, folds: share of rows reserved for calibrating intervals and sets, which then contain a new row's target with
+            the requested probability 1 − α. "cv+" (Barber et al. 2021) reserves none: it trains once per fold without its rows,
+            and once on all rows, for the mean. It takes the time and memory of `folds` + 1 fits. Its coverage is near 1 − α in
+            practice, and at least 1 − 2α − √(2/n) for n rows. 0 uses the posterior's intervals and sets, without a guarantee.
         patience: epochs without a better score after which training stops; None never stops early.
         categories: columns whose numbers are codes, by name or position.
         device: device for training; predictions are made on the CPU, in float64.
@@ -224,6 +248,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """
 
     _score: ClassVar[ConformalScore]
+    posterior_: Posterior
+    history_: History
+    scores_: list[float | None]
 
     def __init__(
         self,
@@ -238,8 +265,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batch_size: int | None = None,
         lr: float = 3e-3,
         weight_decay: float = 1e-2,
-        validation: float = 0.1,
-        conformal: float = 0.0,
+        validation: float | None = None,
+        conformal: float | Literal["cv+"] = 0.0,
+        folds: int = 5,
         patience: int | None = 30,
         categories: Sequence[str | int] = (),
         device: str = "cpu",
@@ -248,7 +276,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.method, self.members, self.settings, self.hidden, self.network = method, members, settings, hidden, network
         self.likelihood, self.epochs, self.batch_size = likelihood, epochs, batch_size
         self.lr, self.weight_decay, self.validation = lr, weight_decay, validation
-        self.conformal, self.patience, self.categories = conformal, patience, categories
+        self.conformal, self.folds, self.patience, self.categories = conformal, folds, patience, categories
         self.device, self.random_state = device, random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -257,52 +285,91 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
         each row counts.
         """
-        for name in ("validation", "conformal"):
-            number(name, getattr(self, name), least=0, below=1)
-        number("validation + conformal", self.validation + self.conformal, below=1)
+        validation = 0.0 if self.validation is None else self.validation
+        if cross := isinstance(self.conformal, str):
+            one_of("conformal", self.conformal, ("cv+",), hint='pass "cv+" or a share such as 0.2')
+        share = 0.0 if isinstance(self.conformal, str) else number("conformal", self.conformal, least=0, below=1)
+        number("validation", validation, least=0, below=1)
+        number("validation + conformal", validation + share, below=1)
         if y is None:
             kind = type(self).__name__
             raise ValueError(f"{kind} requires y to be passed, but the target y is None; pass the targets of the rows")
         check_index(X, y, sample_weight)
         table = checked_table(self, X, reset=True)
         targets = self._targets(y)
-        check_consistent_length(X, targets)
-        rows, weights, copies = weighted_rows(X, targets, sample_weight)
+        check_consistent_length(table, targets)
+        rows, weights, copies = weighted_rows(table, targets, sample_weight)
         order, groups = sort_rows(table, targets, rows)
-        rows, weights = rows[order], weights[order]
+        rows, units = rows[order], split_units(groups)
+        data = (take_rows(table, rows), targets[rows], weights[order], copies, units)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        labels = targets[rows] if targets.dtype == np.int64 else None
-        shares = (self.conformal, self.validation)
-        train, calibrating, held = split_rows(groups, shares, seed=seed, labels=labels, least=LEAST)
-        if self.conformal and not len(calibrating):
-            got = f"{self.conformal:g} of {len(rows)}; pass more, or raise conformal="
+        self.folds_: list[Self] = []
+        if cross:
+            parts = GroupKFold(integer("folds", self.folds, least=2), shuffle=True, random_state=seed)
+            split = parts.split(units, groups=units)
+            self.folds_ = [copy.copy(self)._fit_rows(data, others, fold, 0.0, seed) for others, fold in split]
+        return self._fit_rows(data, np.arange(len(rows)), None, share, seed)
+
+    def _fit_rows(self, data: TrainingRows, given: Any, fold: np.ndarray | None, share: float, seed: int) -> Self:
+        """Trains on the rows `given` and calibrates on the fold's rows; if None, on a share of those given."""
+        table, targets, weights, copies, units = data
+        try:
+            device = torch.empty(0, device=self.device).device
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(f"expected a device that torch has here, got {self.device!r}; pass 'cpu'") from error
+        labels = targets[given] if targets.dtype == np.int64 else None
+        validation, retrain = self.validation, False
+        if validation is None:
+            kind: Any = METHODS.get(str(self.method), self.method)  # with fit_posthoc, a second run may take too long
+            retrain = labels is None and getattr(kind, "judged_by", 0) == "current" and not hasattr(kind, "fit_posthoc")
+            validation = min(0.3, max(0.1, WANTED / len(np.unique(units[given])))) if retrain else 0.1
+        split = split_rows(units[given], (share, validation), seed=seed, labels=labels, least=LEAST)
+        train, calibrating, held = (given[part] for part in split)
+        if share and not len(calibrating):
+            got = f'{share:g} of {len(given)}; pass more, raise conformal=, or pass "cv+"'
             raise ValueError(f"expected at least {LEAST} rows to calibrate on, got {got}")
+        calibrating = calibrating if fold is None else fold
+        self.held_weight_ = float(weights[calibrating].sum() / weights.mean())
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
-        self.encoder_ = TableEncoder.of(take_rows(table, rows[train]), categories=self.categories)
-        self._measure(targets[rows[train]])
+
+        def measure_rows(part: np.ndarray) -> None:
+            self.encoder_ = TableEncoder.of(take_rows(table, part), categories=self.categories)
+            self._measure(targets[part])
 
         def batch_tensors(part: np.ndarray, *, weighted: bool = not copies) -> list[Any]:
             weight = torch.from_numpy(weights[part] / weights.mean()).float() if weighted else None
-            return [self.encoder_(take_rows(table, rows[part])), self._encode_targets(targets[rows[part]]), weight]
+            return [self.encoder_(take_rows(table, part)), self._encode_targets(targets[part]), weight]
 
-        with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
             torch.manual_seed(seed)
-            self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed)
+            measure_rows(train)
+            epochs = self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed, self.epochs)
+            if retrain and validation > 0.1 and len(held):
+                history, scores, temperature = self.history_, self.scores_, float(self.posterior_.temperature)
+                measure_rows(everything := np.sort(np.r_[train, held]))
+                steps = len(train) / len(everything)  # as many steps as before, or the temperature would not fit
+                until = max(1, round(steps * ((history.best or 0) + 1)))
+                self._train(batch_tensors(everything), None, seed, max(1, round(steps * epochs)), until=until)
+                self.posterior_.recalibrate(temperature, None)
+                self.history_, self.scores_ = history, scores
             if len(calibrating):
                 x, y, weight = batch_tensors(calibrating, weighted=True)
                 rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
-                conformal(self.posterior_, rows_left, score=self._score)
+                conformal(self.posterior_, rows_left, score=self._score, level=0.9 if fold is None else 0.5)
         self._finish()
         return self
 
-    def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
+    def _train(
+        self, train: list[Any], held: list[Any] | None, seed: int, epochs: int | None, *, until: int | None = None
+    ) -> int:
+        """Trains a posterior, with the schedule of `epochs` epochs, of which it trains `until`; returns the former."""
         x, y, weight = train
         outputs, likelihood = self._outputs(y)
         size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
         batches = Batches(x, y, weight=weight, batch_size=integer("batch_size", size), shuffle=True, seed=seed)
         most = min(200, max(20, math.ceil(STEPS / len(batches))))
-        epochs = most if self.epochs is None else integer("epochs", self.epochs)
+        epochs = most if epochs is None else integer("epochs", epochs)
         posterior = build_posterior(
             self.method,
             lambda: (self.network or partial(MLP, hidden=self.hidden))(x.shape[1], outputs),
@@ -319,7 +386,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         judging = None if held is None else Batches(held[0], held[1], weight=held[2], batch_size=1024)
         means = None
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
-            means = EarlyStopping(posterior, judging, self.patience)
+            means = EarlyStopping(posterior, judging, self.patience, max(1, epochs // 20))
         by_likelihood = judging is not None and means is None and posterior.judged_by is not None
         self.history_ = fit(
             posterior,
@@ -327,7 +394,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             epochs=epochs,
             validation=judging if by_likelihood else None,
             patience=self.patience if by_likelihood else None,
-            callback=means,
+            callback=means if until is None else lambda epoch: epoch.epoch + 1 == until,
             optimizer=optimizer,
             scheduler=scheduler,
             precision="float32",
@@ -339,10 +406,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             posterior.load_state_dict(means.state)
             self.history_.best = means.best
             refresh(posterior, batches)
-        self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else means.scores
+        self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else [*means.scores]
         self.posterior_ = posterior.cpu().double()
         if held is not None and y.is_floating_point():
-            temperature_scale(self.posterior_, (held[0].double(), held[1], held[2]))
+            judged = predict_held_out(self.posterior_, (held[0].double(), held[1], held[2]))
+            self.posterior_.recalibrate(best_temperature(*judged, warn=False), None)
+        return epochs
 
     def _finish(self) -> None:
         """Makes the posterior take tables, also when it is exported or loaded without this class."""
@@ -356,18 +425,21 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         encoded.inputs = None
         return Predictive.cat([encoded.predict(x[start : start + 4096]) for start in range(0, len(x), 4096)])
 
-    def _threshold(self, level: float) -> Tensor | None:
-        """(1, P) the calibration rows' score at this level; None without conformal calibration."""
-        fraction("level", level, hint="pass for example 0.9")
-        if "conformal" not in self.posterior_.promises:
-            return None
-        promise = self.posterior_.promises["conformal"]
-        assert isinstance(promise, Conformal)
-        if promise.rows < least_rows(level):
-            got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
-            raise ValueError(f"expected a level that {promise.rows} calibration rows can promise, got {got}")
-        tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
-        return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
+    def _fold_predictions(self, X: Any, levels: Sequence[float]) -> list[FoldPrediction]:
+        """X as predicted without each fold, or without the reserved rows, and their scores; [] if there are none."""
+        found = []
+        for fold in self.folds_ or [self]:
+            promise = dict(fold.posterior_.promises.items()).get("conformal")
+            if isinstance(promise, Conformal):
+                weight = torch.diff(promise.mass, dim=0, prepend=torch.zeros_like(promise.mass[:1]))
+                weight *= fold.held_weight_ / promise.mass[-1]
+                found.append(FoldPrediction(fold.predictive(X), promise.scores, weight))
+        for level in levels:
+            fraction("level", level, hint="pass for example 0.9")
+            if found and (rows := sum(len(each.scores) for each in found)) < least_rows(level):
+                got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
+                raise ValueError(f"expected a level that {rows} calibration rows can promise, got {got}")
+        return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the estimator to a folder, without a pickle; `ds.sklearn.load` reads it. Objects among the arguments (a
@@ -382,10 +454,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             "arguments": kept,
             "columns": self.n_features_in_,
             "names": list(map(str, getattr(self, "feature_names_in_", ()))),
+            "folds": len(self.folds_),
+            "held_weight": self.held_weight_,
             **self._state(),
         }
         text = json.dumps(state)
         save_posterior(self.posterior_, folder)
+        for place, fold in enumerate(self.folds_):
+            fold.save(Path(folder) / f"fold_{place}")
         write_atomically({Path(folder) / TABLE: text.encode()})
 
     def __sklearn_tags__(self) -> Any:
@@ -398,7 +474,7 @@ class Interval(NamedTuple):
     """Result of `Regressor.predict(X, interval=0.9)`: arrays of the targets' shape, in their units."""
 
     mean: np.ndarray
-    lower: np.ndarray
+    lower: np.ndarray  # with a first axis of levels if several were asked for
     upper: np.ndarray
 
 
@@ -423,15 +499,14 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
         """(N, C) boolean: whether each class is in the prediction set of a row.
 
-        The set is conformal, with a coverage guarantee, if `conformal` rows were reserved. Otherwise it has the fewest classes
-        whose probabilities sum to `level`, without a guarantee.
+        The set is conformal, with a coverage guarantee, if `conformal` was given. Otherwise it has the fewest classes whose
+        probabilities sum to `level`, without a guarantee.
         """
+        if folds := self._fold_predictions(X, [level]):
+            return cross_set(folds, level).numpy()
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
-        threshold = self._threshold(level)
-        if threshold is None:
-            return predictive.credible_set(level).numpy()
-        return (lac(predictive, torch.zeros(len(predictive)), {}) <= threshold).numpy()
+        return predictive.credible_set(level).numpy()
 
     def _targets(self, y: Any) -> np.ndarray:
         labels = column_or_1d(y, warn=True)
@@ -470,21 +545,41 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     _score = "residual"
 
-    def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
-        """(N,) or (N, D) predicted means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
+    def predict(
+        self,
+        X: Any,
+        interval: float | Sequence[float] | None = None,
+        quantiles: Sequence[float] | None = None,
+        return_std: bool = False,
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray] | Interval:
+        """(N,) or (N, D) predicted means, or one of the following.
 
-        Conformal intervals, with a coverage guarantee, are mean ± threshold · deviation. Without conformal rows they are the
-        mixture's central intervals, without a guarantee.
+        Args:
+            interval: a level such as 0.9, for an `Interval`; or several, for ends (levels, N) or (levels, N, D). The ends are
+                conformal, with a coverage guarantee, if `conformal` was given; otherwise the mixture's central intervals.
+            quantiles: such as [0.1, 0.5, 0.9], for the mixture's quantiles (quantiles, N) or (quantiles, N, D), which have no
+                guarantee, even if `conformal` was given.
+            return_std: whether to return means and standard deviations of the mixture.
         """
-        predictive = self.predictive(X)
-        found = [predictive.mean]
-        if interval is not None and (threshold := self._threshold(interval)) is not None:
-            half = threshold * predictive.total.sqrt()
-            found += [predictive.mean - half, predictive.mean + half]
-        elif interval is not None:
-            found += predictive.interval(interval)
-        arrays = [each.numpy() if self.targets_2d_ else each[:, 0].numpy() for each in found]
-        return arrays[0] if interval is None else Interval(*arrays)
+        if (interval is not None) + (quantiles is not None) + return_std > 1:
+            raise ValueError("expected one of interval, quantiles and return_std, got several; call predict for each")
+        predictive: Any = self.predictive(X)
+        mean = self._as_targets(predictive.mean)
+        if quantiles is not None:
+            return self._as_targets(torch.stack([predictive.quantile(each) for each in quantiles]))
+        if return_std:
+            return mean, self._as_targets(predictive.total.sqrt())
+        if interval is None:
+            return mean
+        levels = np.atleast_1d(interval).tolist()
+        folds = self._fold_predictions(X, levels)
+        ends = [cross_interval(folds, level) if folds else predictive.interval(level) for level in levels]
+        lower, upper = (self._as_targets(torch.stack(each)) for each in zip(*ends, strict=True))
+        return Interval(mean, lower, upper) if np.ndim(interval) else Interval(mean, lower[0], upper[0])
+
+    def _as_targets(self, values: Tensor) -> np.ndarray:
+        """Values (..., N, D) as (..., N), if the targets were (N,)."""
+        return (values if self.targets_2d_ else values[..., 0]).numpy()
 
     def _targets(self, y: Any) -> np.ndarray:
         targets: np.ndarray = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
@@ -550,4 +645,6 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
         inputs: Any = estimator.posterior_.inputs
         estimator.encoder_ = inputs.encoder
         estimator._restore(state)
+        estimator.held_weight_ = state["held_weight"]
+    estimator.folds_ = [load(Path(folder) / f"fold_{place}", network) for place in range(state["folds"])]
     return estimator
