@@ -359,8 +359,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(
-    ("given", "runtime"),
-    [(NAMES[0], False), *(pytest.param(each, True, marks=pytest.mark.slow) for each in NAMES)],
+    ("given", "runtime"), [(NAMES[0], False), *(pytest.param(each, True, marks=pytest.mark.slow) for each in NAMES)]
 )
 def test_an_onnx_file_says_what_predict_says_by_the_names_of_inputs_and_outputs(
     given, runtime, tmp_path, monkeypatch, caplog

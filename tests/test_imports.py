@@ -97,12 +97,7 @@ FLOORS = {
         "figure_sections report_figures",
         "html_report",
     ],
-    "bench/rows": [
-        "dataset_rows",
-        "user_data",
-        "named_sets",
-        "task_rows",
-    ],
+    "bench/rows": ["dataset_rows", "user_data", "named_sets", "task_rows"],
     "bench/task": ["objects", "schema", "config"],
     "bench/run": [
         "run_folder training_watch",
