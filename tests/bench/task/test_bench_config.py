@@ -22,12 +22,11 @@ def one_cell(task):
     return cells_of(task, task.methods)[0].task if "grid" in task.settings else task
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", task_names())
-def test_every_shipped_task_resolves_at_every_size(name, size):
-    task = one_cell(load_task(name, size=size))
-    for method in task.methods:
-        config = run_config(task, method, seed=1)
+def test_every_shipped_task_resolves_at_every_size(name):
+    tasks = {size: one_cell(load_task(name, size=size)) for size in SIZES}
+    for size, method in ((size, method) for size, task in tasks.items() for method in task.methods):
+        config = run_config(tasks[size], method, seed=1)
         assert (config.task, config.size, config.method, config.seed) == (name, size, method, 1)
         assert config.training["epochs"] >= (0 if "weights" in config.network else 1)
         assert config.data.get("validation", 1) > 0 or not config.training["keep_best"]
