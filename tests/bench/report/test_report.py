@@ -105,7 +105,7 @@ def regression(seed: int = 0) -> Evaluation:
     return evaluate(posterior, [(x, y)], ood={"far": [(x + 9, y)]}, shift={"near": [(x + 1, y)]})
 
 
-PAGE = ["map", "deep_ensemble", "swag"]
+PAGE = ["map", "deep_ensemble"]
 
 
 @pytest.fixture(scope="module")
