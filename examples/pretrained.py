@@ -65,9 +65,9 @@ def main() -> None:
     standardise = ds.data.Standardiser.of_channels(digits.images)
     x, y = standardise(digits.images[:rows]), digits.labels[:rows]
     train = ds.data.Batches(x, y, batch_size=100, shuffle=True, seed=0)
-    validation = ds.data.Batches(standardise(held.images), held.labels, batch_size=500)
-    test = ds.data.Batches(standardise(test_digits.images), test_digits.labels, batch_size=500)
-    clothes = standardise(ds.data.fashion().images)
+    validation = ds.data.Batches(standardise(held.images[:rows]), held.labels[:rows], batch_size=500)
+    test = ds.data.Batches(standardise(test_digits.images[:rows]), test_digits.labels[:rows], batch_size=500)
+    clothes = standardise(ds.data.fashion().images[:rows])
 
     network = trained(train, epochs)
     inserted = ds.MCDropout(network, rate=options.rate, samples=samples)

@@ -36,8 +36,7 @@ def same_start(request, monkeypatch):
 def undrawn(monkeypatch):
     """Pages with an empty <svg> for each figure: figures are made, but drawing them takes longer than training.
 
-    They are drawn in test_report.py, and for whole tasks in test_bench_run.py, test_bench_particle_tasks.py and
-    test_width_axis.py.
+    They are drawn in test_report.py, and for whole tasks in test_bench_particle_tasks.py and test_width_axis.py.
     """
     monkeypatch.setattr(
         "dissensus.bench.report.report_figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>'

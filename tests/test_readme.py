@@ -51,6 +51,7 @@ def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     if not whole:
         request.getfixturevalue("undrawn")
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: Path(path).touch())
     blocks = python_blocks(page.read_text())
     if page.name == "README.md":
         assert blocks, "the README shows no Python"
@@ -97,7 +98,7 @@ print("ran", len(cells))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch, capsys):
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch, capsys, request):
     pytest.importorskip("pandas", reason="pandas is not installed: pip install pandas")
     monkeypatch.setenv("PYTHONPATH", str(Path(dissensus.__file__).parents[1]))  # the library that is tested
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -112,6 +113,7 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeyp
     else:  # the same code in the same order, without a kernel
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["-c", str(path)])
+        request.getfixturevalue("undrawn")
         exec(CELLS, {})
         count = sum(cell["cell_type"] == "code" for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
         assert capsys.readouterr().out.splitlines()[-1] == f"ran {count}"

@@ -549,7 +549,7 @@ QUICK = (  # checks that fit once or twice; all of them wait for the slow suite
 
 
 def checks(kind, names=None):
-    small = kind(hidden=(8,), epochs=20, members=2, lr=1e-2)
+    small = kind(hidden=(8,), epochs=4, members=2, lr=1e-2)
     for estimator, check in estimator_checks_generator(small):
         name = check.func.__name__
         if names is None or name in names:

@@ -67,7 +67,7 @@ def test_every_corruption_keeps_shape_and_dtype_and_changes_the_image(name: str,
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_an_image_is_corrupted_the_same_in_any_batch(name: str) -> None:
     images = pictures(7)
-    for severity in (1, 3, 5):
+    for severity in (1, 5):  # water and mud in spatter
         whole = corrupt(images, name, severity, seed=5)
         parts = [corrupt(images[i:j], name, severity, seed=5, index=range(i, j)) for i, j in ((0, 1), (1, 5), (5, 7))]
         difference = (torch.cat(parts).int() - whole.int()).abs()
@@ -79,37 +79,30 @@ def test_an_image_is_corrupted_the_same_in_any_batch(name: str) -> None:
         assert (shuffled.int() - whole[order].int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_seed_index_and_severity_draw_anew(name: str) -> None:
+def test_seed_and_index_draw_anew_where_there_is_anything_to_draw() -> None:
     images = pictures(1).expand(3, -1, -1, -1)
-    first = corrupt(images, name, 3, seed=0)
-    assert torch.equal(first, corrupt(images, name, 3, seed=0))
-    assert not torch.equal(first, corrupt(images, name, 3, seed=1))
-    assert not torch.equal(first[0], first[1])
-    assert not torch.equal(first, corrupt(images, name, 3, seed=0, index=[10, 11, 12]))
+    for name in CORRUPTIONS:
+        first, random = corrupt(images, name, 3, seed=0), name in RANDOM
+        assert torch.equal(first, corrupt(images, name, 3, seed=0)), name
+        assert torch.equal(first, corrupt(images, name, 3, seed=1)) != random, name
+        assert torch.equal(first[0], first[1]) != random, name
+        assert torch.equal(first, corrupt(images, name, 3, seed=0, index=[10, 11, 12])) != random, name
 
 
-@pytest.mark.parametrize("name", sorted(set(CORRUPTIONS) - set(RANDOM)))
-def test_the_others_do_not_depend_on_the_seed(name: str) -> None:
-    images = pictures(2)
-    assert torch.equal(corrupt(images, name, 3, seed=0), corrupt(images, name, 3, seed=1, index=[8, 9]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["gaussian_noise", "zoom_blur", "frost", "jpeg_compression"])
-def test_floating_images_give_the_same_levels(name: str, dtype: torch.dtype) -> None:
+def test_floating_images_give_the_same_levels(name: str) -> None:
     images = pictures()
-    floating = corrupt((images / 255).to(dtype), name, 2)
-    assert floating.dtype == dtype
-    assert torch.equal((floating.double() * 255).round().to(torch.uint8), corrupt(images, name, 2))
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        floating = corrupt((images / 255).to(dtype), name, 2)
+        assert floating.dtype == dtype
+        assert torch.equal((floating.double() * 255).round().to(torch.uint8), corrupt(images, name, 2)), dtype
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 8, 8), (3, 64, 48), (1, 9, 33)])
-def test_other_sizes_work(name: str, channels: int, height: int, width: int) -> None:
+def test_other_sizes_work(channels: int, height: int, width: int) -> None:
     images = pictures(2, channels, height, width)
-    for severity in (2, 5):
-        assert corrupt(images, name, severity).shape == images.shape
+    for name, severity in itertools.product(CORRUPTIONS, (2, 5)):
+        assert corrupt(images, name, severity).shape == images.shape, name
 
 
 @pytest.mark.parametrize("name", sorted(set(CORRUPTIONS) - {"elastic_transform"}))
@@ -198,13 +191,6 @@ def test_black_and_white_images_stay_finite(name: str, level: int) -> None:
         assert (corrupt(images, name, 5).int() - level).abs().max() <= 1  # a flat image stays flat
 
 
-def test_the_documentations_first_example_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "corruptions.md").read_text(encoding="utf-8")
-    names: dict[str, object] = {}
-    exec(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], names)
-    assert len(names["everything"]) == 95  # type: ignore[arg-type]
-
-
 def test_errors_say_what_to_do() -> None:
     images = pictures(2)
     refuses(lambda: corrupt(images, "gausian_noise", 1), r"expected name of gaussian_noise, .*got 'gausian_noise'")
@@ -228,15 +214,14 @@ def test_errors_say_what_to_do() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_the_gpu_gives_the_levels_of_the_cpu(name: str) -> None:
+def test_the_gpu_gives_the_levels_of_the_cpu() -> None:
     images = pictures(16)
-    for severity in SEVERITIES:
+    for name, severity in itertools.product(CORRUPTIONS, SEVERITIES):
         here, there = corrupt(images, name, severity), corrupt(images.cuda(), name, severity)
         assert there.device.type == "cuda"
         difference = (here.int() - there.cpu().int()).abs()
-        assert (difference > 1).float().mean() < 1e-3
-        assert (difference > 0).float().mean() < 0.02
+        assert (difference > 1).float().mean() < 1e-3, name
+        assert (difference > 0).float().mean() < 0.02, name
 
 
 # ------------------------------------------------------------------------------------------------- the published files

@@ -24,7 +24,7 @@ from dissensus.data import corruption_effects as effects
 from dissensus.data.corruption_effects import disk, jpeg_compression
 from dissensus.data.corruptions import RECIPES, corrupt
 from dissensus.data.image_arithmetic import Draws, box_matrix, gaussian_matrix, image_keys, zoom_matrix
-from thinning import often
+from thinning import often, thinned
 
 # -------------------------------------------------------------- without chance: Pillow, scikit-image, OpenCV and SciPy
 SEVERITIES = [1, 2, 3, 4, 5]
@@ -141,9 +141,9 @@ def test_zoom_blur_equals_scipy(severity: int) -> None:
     assert_nearly_equal("zoom_blur", severity, published, share=0.05)
 
 
-@pytest.mark.parametrize("side", [(32, 32), (28, 28), (29, 45)])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("severity", SEVERITIES)
+@pytest.mark.parametrize(
+    ("severity", "channels", "side"), thinned(SEVERITIES, [1, 3], [(32, 32), (28, 28), (29, 45)], every=3)
+)
 def test_pixelate_equals_pillow_exactly(severity: int, channels: int, side: tuple[int, int]) -> None:
     (share,) = constants("pixelate", severity)
     images, (height, width) = pictures(6, *side, channels), side
@@ -152,9 +152,10 @@ def test_pixelate_equals_pillow_exactly(severity: int, channels: int, side: tupl
     np.testing.assert_array_equal(ours(images, "pixelate", severity).squeeze(), theirs)
 
 
-@pytest.mark.parametrize("side", [(32, 32), (28, 28), (27, 45), (8, 9)])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("quality", [80, 65, 58, 50, 40, 7])
+@pytest.mark.parametrize(
+    ("quality", "channels", "side"),
+    thinned([80, 65, 58, 50, 40, 7], [1, 3], [(32, 32), (28, 28), (27, 45), (8, 9)], every=4),
+)
 def test_jpeg_equals_pillows_encoder_and_decoder_exactly(quality: int, channels: int, side: tuple[int, int]) -> None:
     images = pictures(8, *side, channels)
     theirs = []

@@ -7,7 +7,6 @@ import pytest
 import test_division
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam
 from workers import said, workers
 
@@ -257,6 +256,8 @@ def plain_network(dropout=0.0):
 
 def divided(net, mesh):
     """The last layers by themselves, the rest with the outermost part."""
+    from torch.distributed.fsdp import fully_shard  # takes a second, in the processes that need it
+
     for layer in net[3:]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh.device_mesh["data"])

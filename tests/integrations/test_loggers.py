@@ -16,6 +16,7 @@ import dissensus as ds
 import tiny
 from dissensus.integrations import loggers
 from refusals import refuses
+from thinning import thinned
 
 QUIET = {"progress": False, "engine": "vectorised"}
 NAMES = ["loss", "validation", "lr", "seconds", "member0", "member1", "member2"]
@@ -106,8 +107,7 @@ def read(path):
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("kind", ["epoch", "step"])
-@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1e9], ids=["each epoch", "at the end"])
+@pytest.mark.parametrize(("kind", "checkpoint_seconds"), thinned(["epoch", "step"], [0.0, 1e9], every=2))
 def test_a_csv_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(kind, checkpoint_seconds, tmp_path):
     def run(folder, stops):
         for stop in stops:

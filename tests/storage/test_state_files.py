@@ -431,9 +431,4 @@ def test_loaders_are_read_through_the_one_door():
         if re.search(r"Batch\.from_tuple\(", path.read_text())
     }
     # attacks move inputs as the network takes them, theory too; statistics are given what `read` gave
-    assert found == {
-        "core/posterior.py",
-        "attacks/gradient_attacks.py",
-        "theory/regime.py",
-        "layers/batch_norm.py",
-    }
+    assert found == {"core/posterior.py", "attacks/gradient_attacks.py", "theory/regime.py", "layers/batch_norm.py"}

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -29,11 +30,17 @@ def mlp(**keywords) -> nn.Module:
     return ds.nets.MLP(4, 3, hidden=(6,), **keywords)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "run"
+    ds.save(ds.DeepEnsemble([mlp(), mlp()]), path)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path):
+def folder(saved, tmp_path):
     """A saved ensemble of two."""
-    ds.save(ds.DeepEnsemble([mlp(), mlp()]), tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(saved, tmp_path / "run")
 
 
 def test_settings_may_be_numpys_numbers(tmp_path):

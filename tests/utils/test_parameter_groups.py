@@ -91,20 +91,20 @@ WATCHERS = {
 
 @pytest.mark.parametrize(("name", "fused"), thinned(list(WATCHERS), [None, True], every=2))
 def test_batches_that_gather_gradients_are_not_counted_as_steps(name, fused):
-    """Sixteen steps of four batches each, observed after every batch, are those observed after every step."""
+    """Eight steps of four batches each, observed after every batch, are those observed after every step."""
     found = []
     for every_batch in (True, False):
         torch.manual_seed(0)
         posterior = WATCHERS[name](tiny.mlp().double())
         optimizer = Wrapped(torch.optim.Adam(posterior.parameters(), lr=0.01, fused=fused), every=4)
-        posterior.begin(4, 4)
-        for batch in range(64):
+        posterior.begin(4, 2)
+        for batch in range(32):
             optimizer.zero_grad()
             posterior.backward(*tiny.points(seed=batch))
             optimizer.step()
             if every_batch or batch % 4 == 3:
                 assert posterior.observe(optimizer) is (batch % 4 == 3)
-        assert int(posterior.steps) == 16
+        assert int(posterior.steps) == 8
         found.append(tiny.state(posterior))
     assert tiny.largest_difference(*found) == 0
 

@@ -34,6 +34,7 @@ from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.plots import charts
 from dissensus.report import report
 from refusals import refuses
+from thinning import often
 
 VOID = {"meta", "wbr", "link", "img", "br", "use", "path", "rect", "line", "circle"}
 NASTY = "<script>alert('x')</script> & --> $\\frac$ | name"
@@ -104,7 +105,7 @@ def regression(seed: int = 0) -> Evaluation:
     return evaluate(posterior, [(x, y)], ood={"far": [(x + 9, y)]}, shift={"near": [(x + 1, y)]})
 
 
-PAGE = ["map", "deep_ensemble", "swag"]
+PAGE = ["map", "deep_ensemble"]
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +132,12 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
 
 
 def test_what_took_no_training_is_named_where_costs_are_shown_on_a_logarithmic_axis(undrawn, tmp_path):
-    free, paid = classification(0), classification(1)
-
-    def text(first, second):
-        free.metrics["cost/train_seconds"], paid.metrics["cost/train_seconds"] = first, second
-        report({"as it came": free, "trained": paid}, tmp_path / "r.html")
+    def text(*seconds):
+        found = [
+            Evaluation("classification", {"accuracy": 0.9, "nll": 1.0, "cost/train_seconds": each}, {}, "entropy")
+            for each in seconds
+        ]
+        report(dict(zip(("as it came", "trained"), found, strict=True)), tmp_path / "r.html")
         return " ".join(checked((tmp_path / "r.html").read_text()).text)
 
     assert "Not shown, because they needed no training: as it came." in text(0.0, 3.0)
@@ -354,7 +356,6 @@ def test_what_steers_a_terminal_reaches_no_file(tmp_path):
         assert not any(character in text for character in "\x1b\x9b\x07\r")
 
 
-@cache
 def every_figure() -> dict[str, Figure]:
     """Each kind of figure, with numbers that ask for awkward tick labels."""
     names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]
@@ -393,16 +394,19 @@ def every_figure() -> dict[str, Figure]:
 
 def test_figures_are_labelled_and_nothing_global_is_touched():
     before = dict(matplotlib.rcParams)
-    for name, figure in every_figure.__wrapped__().items():
+    for name, figure in every_figure().items():
         assert isinstance(figure, Figure), name
         assert figure.axes[-1].get_xlabel(), name
         assert all(axes.get_ylabel() for axes in figure.axes), name
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("name", list(every_figure()))
-def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
-    figure = every_figure()[name]
+def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it():
+    for name, figure in every_figure().items():
+        check_text(name, figure)
+
+
+def check_text(name: str, figure: Figure) -> None:
     with matplotlib.rc_context(charts.STYLE):
         renderer = FigureCanvasAgg(figure).get_renderer()
         figure.draw(renderer)
@@ -415,12 +419,12 @@ def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
             labels = [*ticks, axes.xaxis.label, axes.yaxis.label, axes.title]
             shown = [text for text in labels if text.get_text() and text.get_visible()]
             boxes += [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
-    assert not any("math" in text or "$" in text for text, _ in boxes)
+    assert not any("math" in text or "$" in text for text, _ in boxes), name
     whole = figure.bbox
     outside = [t for t, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > whole.x1 or box.y1 > whole.y1]
-    assert outside == []
+    assert outside == [], name
     overlapping = [(a, b) for (a, one), (b, two) in combinations(boxes, 2) if one.overlaps(two)]
-    assert overlapping == []
+    assert overlapping == [], name
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_shape():
@@ -579,10 +583,10 @@ def test_shares_are_alike_by_what_is_rarer(first, second, alike):
 
 
 def test_a_page_has_four_sentences_at_most_and_members_in_a_table(undrawn, tmp_path):
-    results = results_of_evaluations({f"m{i}": classification(i) for i in range(5)}, "t")
+    results = results_of_evaluations({f"m{i}": classification(i) for i in range(3)}, "t")
     content = report_content(results)
     assert 1 <= sum(len(re.findall(r"\.(?= |$)", text)) for text in content["headline"]) <= 4
-    assert len(content["members"].columns) == 5
+    assert len(content["members"].columns) == 3
     assert content["against_cost"].figures
     page = render_template("report.html.j2", content)
     assert page.index("<svg") < page.index('class="headline"') < page.index("<table")
@@ -619,7 +623,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: no browser to open the page in")
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", often([390], [1280]))
 def test_a_browser_shows_the_page_without_a_word_and_nothing_leaves_it(page, tmp_path, width):
     """The page is framed, as wide as a screen or a phone; a script around it says what the browser laid out."""
     frame = f"""<body style="margin:0"><iframe id="f" srcdoc="{escape((page / "report.html").read_text())}"

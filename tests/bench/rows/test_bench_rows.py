@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import dissensus as ds
+from dissensus.bench.report.html_report import write_report
 from dissensus.bench.report.measures import as_square, plane_limits, region_keys, region_words
 from dissensus.bench.rows.named_sets import GEOMETRIES, SETS, line_geometry
 from dissensus.bench.rows.task_rows import task_data
@@ -22,7 +23,7 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation.evaluation import Evaluation
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("unreported")
 
 OWN = """
 methods = ["map"]
@@ -377,9 +378,9 @@ def test_a_square_is_drawn_with_the_first_input_to_the_right():
     assert plane_limits(found.positions) == (-7.0, 7.0, -7.0, 7.0)
 
 
-def test_a_run_measures_its_members_on_the_grid(tmp_path):
+def test_a_run_measures_its_members_on_the_grid(undrawn, tmp_path):
     task = load_task("toy-regression-1d", size="smoke", overrides=["data.standardise=training"])
-    jobs.bench(task, methods=["deep_ensemble"], out=tmp_path)
+    results, _ = jobs.bench(task, methods=["deep_ensemble"], out=tmp_path)
     run = Run.open(tmp_path / "deep_ensemble-seed0")
     stored, found = run.measure(), GEOMETRIES["x_sin_x"](run.data.train.x)
     posterior = ds.load(run.folder / "posterior")
@@ -388,6 +389,7 @@ def test_a_run_measures_its_members_on_the_grid(tmp_path):
     for name, where in found.regions.items():
         assert stored.metrics[f"region/{name}/sd"] == pytest.approx(float(sd[where].mean()), rel=1e-5)
     torch.testing.assert_close(stored.arrays["grid/mean"], predictive.mean[:, 0], rtol=1e-5, atol=1e-6)
+    write_report(results, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "Where is it certain?" in page
     assert "Standard deviation between the data" in page

@@ -27,7 +27,7 @@ from refusals import refuses
 from small_runs import train_until, trained
 from uci_files import write_uci_files
 
-pytestmark = pytest.mark.usefixtures("undrawn")  # but `benched` is drawn
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def moons(method: str = "map", *overrides: str, folder, seed: int = 0) -> Run:
@@ -46,7 +46,9 @@ def test_the_commit_is_that_of_the_source_unless_it_is_named(monkeypatch):
 def benched(tmp_path_factory):
     """A whole bench of the smallest task."""
     folder = tmp_path_factory.mktemp("bench")
-    results, written = jobs.bench(load_task("moons", size="smoke"), out=folder, seeds=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dissensus.bench.report.report_figures.svg", lambda figure, prefix: "<svg></svg>")
+        results, written = jobs.bench(load_task("moons", size="smoke"), out=folder, seeds=2)
     return folder, results, written
 
 
@@ -128,8 +130,8 @@ def test_what_is_done_is_not_done_again(benched, monkeypatch):
     assert not any("evaluating" in text for text in told)
 
 
-def test_a_lost_stage_alone_is_done_again(tmp_path):
-    run = trained(moons(folder=tmp_path / "run"))
+def test_a_lost_stage_alone_is_done_again(benched, tmp_path):
+    run = Run.open(shutil.copytree(benched[0] / "map-seed0", tmp_path / "run"))
     first = run.evaluate()
     weights = (run.folder / "posterior" / "posterior.safetensors").stat().st_mtime_ns
     (run.folder / "predictions" / "test.safetensors").unlink()
@@ -241,32 +243,25 @@ def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):
     ("arrays.safetensors", r"expected a whole .*arrays\.safetensors"),
     ("posterior/posterior.safetensors", r"posterior\.safetensors.*delete .*run and run the command again"),
 ])  # fmt: skip
-def test_a_damaged_run_is_one_clear_error_that_names_the_file(tmp_path, file, message):
-    run = trained(moons(folder=tmp_path / "run"))
-    run.evaluate()
-    needed_later = {
-        "training.json": ["metrics.json"],
-        "predictions/test.safetensors": ["metrics.json"],
-        "posterior/posterior.safetensors": ["metrics.json"],
-    }
-    for name in needed_later.get(file, []):
-        (run.folder / name).unlink()
-    path = run.folder / file
+def test_a_damaged_run_is_one_clear_error_that_names_the_file(benched, tmp_path, file, message):
+    folder = shutil.copytree(benched[0] / "map-seed0", tmp_path / "run")
+    if file in ("training.json", "predictions/test.safetensors", "posterior/posterior.safetensors"):
+        (folder / "metrics.json").unlink()  # they are needed only without it
+    path = folder / file
     path.write_bytes(path.read_bytes()[:20] + b"\xff\x00{{")
     with pytest.raises(ValueError, match=message) as error:
-        Run.open(run.folder).evaluate()
+        Run.open(folder).evaluate()
     assert "\n" not in str(error.value)
 
 
-def test_valid_files_with_the_wrong_content_are_damage_too(tmp_path):
-    run = trained(moons(folder=tmp_path / "run"))
-    run.evaluate()
-    (run.folder / "metrics.json").write_text("[]")
-    refuses(lambda: Run.open(run.folder).evaluate(), "list instead of a table")
-    (run.folder / "metrics.json").write_text("{}")
-    refuses(lambda: Run.open(run.folder).evaluate(), "without 'ood'")
-    (run.folder / "config.toml").write_text('task = "moons"\n')
-    refuses(lambda: Run.open(run.folder), r"config\.toml, got a damaged one")
+def test_valid_files_with_the_wrong_content_are_damage_too(benched, tmp_path):
+    folder = shutil.copytree(benched[0] / "map-seed0", tmp_path / "run")
+    (folder / "metrics.json").write_text("[]")
+    refuses(lambda: Run.open(folder).evaluate(), "list instead of a table")
+    (folder / "metrics.json").write_text("{}")
+    refuses(lambda: Run.open(folder).evaluate(), "without 'ood'")
+    (folder / "config.toml").write_text('task = "moons"\n')
+    refuses(lambda: Run.open(folder), r"config\.toml, got a damaged one")
 
 
 def test_settings_are_checked_before_anything_is_trained(tmp_path):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -25,6 +25,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(gt=0, lt=1)]
+Published = dict[str, dict[str, Number | Annotated[list[Number], Field(min_length=1, max_length=2)]]]
 Names = list[Any] | str
 Augmentation = Annotated[Any, AfterValidator(lambda value: objects.parse_object("augment", value).check())]
 Precision = Annotated[str, AfterValidator(partial(prediction_precision, "evaluation.precision"))]
@@ -34,8 +35,7 @@ def check_published(table: dict[str, Any]) -> None:
     """Raises unless [reference] has a text as source, and methods with published numbers: a number, or [value, error]."""
     rows = {name: row for name, row in table.items() if name != "source"}
     check_value("reference.source", table.get("source", ""), str)
-    with_error = Annotated[list[Number], Field(min_length=1, max_length=2)]
-    check_value("reference", rows, dict[str, dict[str, Number | with_error]])
+    check_value("reference", rows, Published)
     for name in rows:
         objects.base_name(name)
 
@@ -171,6 +171,7 @@ class AnyKey(Fields):
         return True
 
 
+@cache
 def fields_of(model: Any) -> Fields:
     """The keys of a declared section with their annotations."""
     return get_type_hints(model, include_extras=True)
@@ -187,10 +188,13 @@ WANTED = {  # pydantic's name of an error -> what was expected
 }  # fmt: skip
 
 
+type_adapter = cache(TypeAdapter)  # making one takes longer than reading a task
+
+
 def check_value(what: str, value: Any, annotation: Any) -> Any:
     """The value; raises "expected …, got …; do …" for the first part of it that does not fit the annotation."""
     try:
-        TypeAdapter(annotation).validate_python(value, strict=True)
+        type_adapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
         raise ValueError(_error_line(what, value, error)) from error
     return value
@@ -209,7 +213,7 @@ def _error_line(what: str, value: Any, error: ValidationError) -> str:
         at.append(part)
     here = [each for each in errors if list(each["loc"][: len(at)]) == at]
     wanted = " or ".join(dict.fromkeys(WANTED[each["type"]].format(**each.get("ctx", {})) for each in here))
-    place = "".join([what, *(f".{part}" for part in at)]).replace(": .", ": ")
+    place = "".join([what, *(f".{part}" for part in at)])
     return f"expected {wanted} for {place}, got {value!r}; correct the value"
 
 
@@ -218,8 +222,8 @@ def check_section(section: str, table: Mapping[str, Any], fields: Fields, where:
     for key in table:
         if key not in fields:  # some sections allow any key
             one_of(f"a key of [{section}]" if section else f"a key of the task {where}", key, fields)
-    model = TypedDict("model", fields, total=False)  # type: ignore[misc]  # fields are known only now
-    check_value(f"{where}: {section}", table, model)
+    for key, value in table.items():
+        check_value(f"{where}: {section}.{key}".replace(": .", ": "), value, fields.get(key, Any))
 
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
@@ -274,6 +278,7 @@ def _object_fields(arguments: Collection[str]) -> Fields:
     return {"name": str, **dict.fromkeys(arguments, Any)}
 
 
+@cache
 def method_fields(method: type[Posterior]) -> Fields:
     """The settings of a method with their annotations."""
     given = ("likelihood", "network", "networks")  # the first one is the method's own, the others those of base classes
