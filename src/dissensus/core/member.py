@@ -276,10 +276,6 @@ class _AttributeSnapshot:
                 keys = [key for key, each in now.items() if key not in OWN and isinstance(each, list | dict | Tensor)]
                 written.known_values[i] = path, now, now.copy(), keys
         self.before = written.known_values.copy()
-        self._lend_copies()
-
-    def _lend_copies(self) -> None:
-        self.copies.clear()
         for _, now, before, keys in self.before:
             for key in keys:
                 now[key] = self._copy_container(before[key])
@@ -291,8 +287,8 @@ class _AttributeSnapshot:
                 self.kinds.append((part, kind))
                 object.__setattr__(part, "__class__", _tracing_class(kind, path, self.first))
 
-    def restore_attributes(self, *, again: bool = False) -> dict[str, Attribute]:
-        """Restores the attributes; returns those that the call has changed, by name. `again`: lends them again."""
+    def restore_attributes(self) -> dict[str, Attribute]:
+        """Restores the attributes; returns those that the call has changed, by name."""
         for part, kind in self.kinds:
             object.__setattr__(part, "__class__", kind)
         found: dict[str, Attribute] = {}
@@ -308,8 +304,6 @@ class _AttributeSnapshot:
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
-        if again and self.copies:
-            self._lend_copies()
         return found
 
     def _copy_container(self, value: Any) -> Any:

@@ -96,9 +96,10 @@ class FallbackChain:
     # memory. The random state, and torch's own, are restored before the next attempt. If the last one fails, too, the
     # error is the caller's own: it is raised, and no implementation is dropped.
 
-    def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
-        """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
-        self.report_fallback, self.implementations = note, ways
+    def __init__(self, note: Callable[..., object] | str, **ways: Callable[..., Any]) -> None:
+        """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments; or a
+        text for the log, with %s for the reason."""
+        self.note, self.implementations = note, ways
 
     @property
     def name(self) -> str:
@@ -123,7 +124,10 @@ class FallbackChain:
             result = self.implementations[last](*args)
         for name, reason in failed.items():
             del self.implementations[name]
-            self.report_fallback(name, reason, *args)
+            if isinstance(self.note, str):
+                log.info(self.note, reason)
+            else:
+                self.note(name, reason, *args)
         return result
 
 

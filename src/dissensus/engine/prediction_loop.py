@@ -291,11 +291,8 @@ class _BatchPrediction:
 
 
 def _compile(function: Callable[[Inputs], tuple[Tensor, ...]]) -> Callable[[Inputs], tuple[Tensor, ...]]:
-    return FallbackChain(_note_uncompiled, compiled=torch.compile(function, dynamic=False), plain=function)
-
-
-def _note_uncompiled(name: str, reason: str, *args: object) -> None:
-    log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
+    note = "prediction runs uncompiled: this network cannot be compiled (%s)"
+    return FallbackChain(note, compiled=torch.compile(function, dynamic=False), plain=function)
 
 
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:

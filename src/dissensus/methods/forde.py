@@ -133,10 +133,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
 
     # For any size: two examples may be small when a batch is not.
     written = partial(run, fast_second_derivatives, of_any_size=True)
-
-    def note(_: str, reason: str) -> None:
-        log.info("using torch's slow second derivatives: the library's fast ones fail for this network (%s)", reason)
-
+    note = "using torch's slow second derivatives: the library's fast ones fail for this network (%s)"
     try:
         with preserve_random_state(posterior.device):
             FallbackChain(note, written=written, torch=partial(run, nullcontext))()
