@@ -119,7 +119,13 @@ class StoringPosterior(Posterior, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class MemberKeywords(PriorKeywords, total=False):
+class MethodKeywords(PriorKeywords, total=False):
+    """Keywords of methods that take networks, explained in `Posterior`."""
+
+    likelihood: Likelihood | None
+
+
+class MemberKeywords(MethodKeywords, total=False):
     """Further keywords of methods with M stored members, explained in `DeepEnsemble`."""
 
     members: int | None

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, join_families
-from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import has_attention, network_lock
-from dissensus.core.networks import Networks, NetworksPosterior
+from dissensus.core.networks import MethodKeywords, Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
-from dissensus.core.prior import PriorKeywords
 from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.layers.conversion import check_layer_names
 from dissensus.numerics.randomness import next_seed
@@ -76,10 +74,9 @@ class MCDropout(NetworksPosterior):
         rate: float | None = None,
         layers: Sequence[str] | None = None,
         samples: int = 30,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         self.rate = rate if rate is None else fraction("rate", rate, hint="0.1 is a usual one")
         self.layers = layers
         self.samples = integer("samples", samples)

@@ -188,12 +188,11 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         every: int = 1,
         examples: int | None = None,
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
             raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
-        super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        super().__init__(networks, gradient=gradient, examples=examples, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
         self.set_repulsion(repulsion, batch_size)
         self.every = integer("every", every)
@@ -258,10 +257,9 @@ class LIT(InputGradientPosterior):
         strength: float,
         gradient: Gradient = "logit",
         examples: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        super().__init__(networks, gradient=gradient, examples=examples, **prior)
         self.strength = number("strength", strength, least=0, hint="0 is a deep ensemble")
 
     def couple(self, z: Any) -> Any:

@@ -20,12 +20,10 @@ from torch.utils import _pytree as pytree
 from dissensus.core import weights
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import compute_gradients
-from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
-from dissensus.core.networks import Networks
+from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles
-from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
@@ -89,10 +87,9 @@ class HMC(SamplingPosterior):
         budget: float = 1e14,
         seed: int | None = None,
         first_chain: int = 0,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=samples, **prior)
         self.every = integer("every", every)
         self.warmup = integer("warmup", warmup, hint="it chooses the step size")
         self.leapfrog = integer("leapfrog", leapfrog)
@@ -355,10 +352,9 @@ class SGHMC(RecordingPosterior):
         posterior_temperature: float = 1.0,
         seed: int | None = None,
         first_chain: int = 0,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=integer("members", members), likelihood=likelihood, **prior)
+        super().__init__(networks, samples=integer("members", members), **prior)
         self.members = members
         self.cycles = integer("cycles", cycles, least=0)
         self.exploration = fraction("exploration", exploration)

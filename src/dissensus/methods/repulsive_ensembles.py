@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.likelihood import Classification, full_precision
 from dissensus.core.member import PREFIX
 from dissensus.core.networks import MemberKeywords, MemberSource, StackedPosterior
 from dissensus.core.particles import Member, Particles
@@ -62,10 +62,9 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         self.score = one_of("score", score, rbf_kernels.SCORES)
         self.set_repulsion(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
@@ -130,10 +129,9 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
             raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:
@@ -315,10 +313,9 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         bandwidth: Literal["median", "squared"] = "median",
         repulsion: Repulsion = "1/B",
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         share_head(self.particles, layer=layer, head=head)
         self.layer, self.head = layer, head
         self.projection = integer("projection", projection)
@@ -473,10 +470,9 @@ class SVGD(StackedPosterior):
         *,
         space: Literal["weight", "function"] = "weight",
         annealing: Annealing | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         self.space = one_of("space", space, ("weight", "function"))
         if self.interaction is not None:
             self.interaction = "mix" if space == "weight" else "couple"

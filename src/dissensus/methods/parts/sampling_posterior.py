@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from dissensus.core import weights
 from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions, join_families
-from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import NUMBER, PREFIX
-from dissensus.core.networks import Networks, NetworksPosterior, StoringPosterior
+from dissensus.core.networks import MethodKeywords, Networks, NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Particles, copy_to_device, member_subset
-from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Recorder, Weights
 from dissensus.engine.memory import format_bytes, free_bytes
 from dissensus.layers.batch_norm import refresh_statistics
@@ -63,11 +61,10 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         networks: Networks,
         *,
         samples: int,
-        likelihood: Likelihood | None = None,
         latents: nn.Module | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
+        super().__init__(networks, latents=latents, **prior)
         check_copyable(self.network)  # samples run in copies
         if self.particles.divided and not self.can_shard:
             kind = type(self).__name__
@@ -302,8 +299,8 @@ class RecordingPosterior(SamplingPosterior):
         class Mine(RecordingPosterior):
             name = "mine"
 
-            def __init__(self, networks, *, samples=20, likelihood=None, **prior):
-                super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+            def __init__(self, networks, *, samples=20, **prior):
+                super().__init__(networks, samples=samples, **prior)
                 self.recorder = MyRecorder(self.recorded)
 
     Args:
