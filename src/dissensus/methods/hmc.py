@@ -28,6 +28,7 @@ from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
 from dissensus.methods.snapshots import LastSnapshots, Snapshots
+from dissensus.numerics.flat_weights import unflatten
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
 from dissensus.utils.checks import fraction, integer, number
@@ -127,8 +128,7 @@ class HMC(SamplingPosterior):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
             text = "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up"
             log.log(level, text, chain, 100 * acceptance)
-        dtypes = {name: each.dtype for name, each in sampled_weights(self.particles).stored.items()}
-        found = {name: rows.to(dtypes[name]) for name, rows in energy.split_flat(self.chains.draws).items()}
+        found = unflatten(self.chains.draws, sampled_weights(self.particles).first_member())
         copies = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
         self.stored = self._make_families(copies)
         self.uncalibrate("fit_posthoc")
@@ -175,8 +175,9 @@ class Potential:
 
     @torch.no_grad()
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        for rows, part in zip(self.weights.rows().values(), self.split_flat(position).values(), strict=True):
-            rows.copy_(part)
+        parts = unflatten(position, self.weights.first_member())
+        for name, rows in self.weights.rows().items():
+            rows.copy_(parts[name])
         with torch.enable_grad():
             found = compute_gradients(self.posterior, self.batch)
         network = weights.network_parameters(self.posterior.particles).stored
@@ -184,12 +185,6 @@ class Potential:
         gradients = self.weights.expand_members({name: found.gradients[full] for name, full in names.items()})
         flat = torch.cat([rows.reshape(len(position), -1) for rows in gradients.values()], dim=1)
         return self.scale * found.losses, self.scale * flat
-
-    def split_flat(self, flat: Tensor) -> Tensors:
-        """Name -> (M, …, *shape), cut from flat weights (M, …, P)."""
-        one = self.weights.first_member()
-        parts = torch.split(flat, [each.numel() for each in one.values()], dim=-1)
-        return {n: part.reshape(*flat.shape[:-1], *one[n].shape) for n, part in zip(one, parts, strict=True)}
 
 
 def sampled_weights(particles: Particles) -> Weights:

@@ -71,8 +71,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
 
     def mix(self, gradients: Tensors) -> Tensors:
         """a_t g + ∇ log q / N. Not `couple`: comparing weights needs no forward pass."""
-        own = self.particles.own_parameters()
-        z = spaces.trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
+        z = spaces.trained_weights(self.particles)
         strength = self.strength(gathered=self.batches_per_step)
         matrix = rbf_kernels.score_matrix(self.score, squared_distances(z)) * strength
         repulsion = rbf_kernels.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
@@ -402,11 +401,8 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
                 after_layer: list[bool] = []  # one per call of the head; empty if other modules only read its weights
                 with spaces.add_to_output(member.network, self.layer, None) as seen:
                     head = member.network.get_submodule(self.head)
-                    handle = head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen)))
-                    try:
+                    with head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen))):
                         batches.call_network(member.network, x)
-                    finally:
-                        handle.remove()
                 if after_layer and not any(after_layer):
                     got = f"'{self.layer}', which runs after it; name the layer that feeds the head"
                     raise ValueError(f"expected a layer that runs before the head '{self.head}', got {got}")
@@ -478,16 +474,20 @@ class SVGD(StackedPosterior):
             self.interaction = "mix" if space == "weight" else "couple"
         self.annealing = annealing_or_constant(annealing)
 
+    def _matrices(self, squared: Tensor) -> tuple[Tensor, Tensor]:
+        """(a_t K / M, G / MN), each (M, M), for squared distances between the members."""
+        kernel, h = rbf_kernels.kernel_and_bandwidth(squared)
+        count = self.particles.members
+        driving = kernel * (annealing_weight(self, self.annealing) / count)
+        return driving, rbf_kernels.slopes(kernel, h) / (count * (self.data_size or 1))
+
     # ------------------------------------------------------------------ weight space: gradients are mixed
 
     def mix(self, gradients: Tensors) -> Tensors:
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
-        own = self.particles.own_parameters()
-        z = spaces.trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
-        kernel, h = rbf_kernels.kernel_and_bandwidth(squared_distances(z))
-        count, size = self.particles.members, self.data_size or 1
-        driving = rbf_kernels.apply_matrix(kernel * (annealing_weight(self, self.annealing) / count), gradients)
-        slopes = rbf_kernels.slopes(kernel, h) / (count * size)
+        z = spaces.trained_weights(self.particles)
+        kernel, slopes = self._matrices(squared_distances(z))
+        driving = rbf_kernels.apply_matrix(kernel, gradients)
         repulsion = rbf_kernels.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
 
@@ -519,10 +519,7 @@ class SVGD(StackedPosterior):
         members are equal, a_t/M if they are far apart.
         """
         u, points = z["slopes"], z["points"]
-        kernel, h = rbf_kernels.kernel_and_bandwidth(squared_distances(points))
-        count, size = self.particles.members, self.data_size or 1
-        driving = kernel * (annealing_weight(self, self.annealing) / count)
-        slopes = rbf_kernels.slopes(kernel, h) / (count * size)
+        driving, slopes = self._matrices(squared_distances(points))
         repulsion = rbf_kernels.apply_matrix(slopes, points - points.mean(0))
         outputs = rbf_kernels.apply_matrix(driving, u) - u
         v = {"outputs": outputs, "points": repulsion, "slopes": torch.zeros_like(u)}
