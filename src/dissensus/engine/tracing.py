@@ -67,10 +67,8 @@ def trace(
 ) -> ExportedProgram:
     """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 
-    Args:
-        x: at least two examples, since torch treats an axis of length one as fixed.
-        forms: torch operation -> function that computes it by others, for a file's format that lacks it.
-        axes: for each tensor in x, other axes that may have any length that the module allows; None has none.
+    `x`: two examples or more, since torch treats an axis of length one as fixed. `forms`: operation -> function that computes
+    it by others, for a format that lacks it. `axes`: for each tensor in x, other axes of any length; None has none.
     """
     given = tuple(batches.input_tensors(x))
     size = Dim("batch", min=1)

@@ -56,10 +56,6 @@ def _read_unseen(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwa
     return function(tensor, *args, **kwargs)
 
 
-def _convolve(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    return lazy_convolution(*args, **kwargs)
-
-
 def lazy_batch_norm(
     otherwise: Callable[..., Tensor],
     input: Tensor,
@@ -104,7 +100,7 @@ def can_fuse(x: Tensor) -> bool:
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: lazy_batch_norm,
-    torch.conv2d: _convolve,
+    torch.conv2d: lambda function, *args, **kwargs: lazy_convolution(*args, **kwargs),
     **dict.fromkeys((cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage), _read_unseen),
 }
 

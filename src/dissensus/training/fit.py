@@ -26,6 +26,7 @@ from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import training_memory
+from dissensus.numerics.randomness import generator_states
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
 from dissensus.training.history import Epoch, History, PartialEpoch, TrainingStep
 from dissensus.training.optimisation import Optimisation
@@ -213,8 +214,8 @@ class _Run:
         """The epoch of this number, trained; None if it was interrupted after the batches of `part`."""
         self.posterior.train()
         if self.part is None:
-            resumable = interruptions.resumable
-            self.part = PartialEpoch.start_epoch(self.loader, self.posterior.device) if resumable else PartialEpoch()
+            begun = (*generator_states(self.posterior.device), self.loader.state()) if interruptions.resumable else ()
+            self.part = PartialEpoch(*begun)
         batches = self.division.training_batches(index)
         losses, lr = self.run_epoch(batches, self.part, bar, interruptions), self.plan.lr
         if losses is None:

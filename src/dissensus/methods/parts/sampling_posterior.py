@@ -342,12 +342,9 @@ class RecordingPosterior(SamplingPosterior):
         return self.recorder.sample(samples, generator)
 
     def draw_for_validation(self, loader: Iterable[Any]) -> DrawnFunctions:
-        """Sampled networks, as they would be drawn at the end, but with batch statistics of these (validation) inputs.
-
-        A pass over the training set for each look would cost more than the training. The network's own statistics are not
-        good enough: on validation rows of digits TRADI then has an NLL of 0.73, against 0.186 with statistics of the
-        training rows and 0.185 with those of the validation rows.
-        """
+        """Sampled networks, as they would be drawn at the end, but with batch statistics of these (validation) inputs."""
+        # A pass over the training set for each look would cost more than the training; the network's own statistics are not
+        # good enough: TRADI on digits then has an NLL of 0.73, against 0.186 (training rows) and 0.185 (these rows).
         return self.make_functions(self.sample_families(loader))
 
     def sampled_names(self) -> list[str]:
