@@ -104,10 +104,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
     like = predictive.log_prob(y)
-    given = _concatenate_weights(weights, y)
-    weight = torch.ones_like(like, dtype=torch.float64) if given is None else expand_weight(given, like).double()
-    if counted is not None:  # an ignored label is an example of weight 0
-        weight = weight * counted
+    weight = expand_weight(_concatenate_weights(weights, y), like, counted).double()
     if not weight.any():
         raise ValueError("expected an example that counts, got none; pass labels that are not ignored, or weights")
     return HeldOutRows(predictive, y, weight)

@@ -163,9 +163,7 @@ def add_batch_curvature(
         raise ValueError("expected finite outputs, got NaN or infinity; check the network's weights")
     counted, axis = likelihood.target_mask(y), likelihood.class_axis
     log_prob = likelihood.log_prob(outputs.double(), y)
-    w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
-    if counted is not None:
-        w = w * counted
+    w = expand_weight(weight, log_prob, counted)
     gathered[0].log_likelihood += (w * log_prob).sum()
     hessian = likelihood.curvature(outputs.double(), y)
     w = w.unsqueeze(axis) if w.ndim == outputs.ndim - 1 else w
