@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
-from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
 from dissensus.utils.torch_private import in_function_transform
@@ -56,18 +56,10 @@ def _read_unseen(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwa
     return function(tensor, *args, **kwargs)
 
 
-def lazy_batch_norm(
-    otherwise: Callable[..., Tensor],
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def lazy_batch_norm(otherwise: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
+    arguments = BatchNormArguments(*args, **kwargs)
+    input, running_mean, running_var, weight, bias, training, momentum, eps = arguments
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
@@ -77,7 +69,7 @@ def lazy_batch_norm(
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = materialise(input)
     if not usable or not can_fuse(x):
-        return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return otherwise(x, *arguments[1:])
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     with torch.no_grad():
