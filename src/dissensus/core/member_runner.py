@@ -247,14 +247,10 @@ _making = threading.Lock()
 
 
 def _lock_of(network: nn.Module) -> _NetworkLock:
-    found = _turns.get(id(network))
-    if found is None:
-        with _making:
-            found = _turns.get(id(network))
-            if found is None:
-                found = _NetworkLock(network)
-                _turns[id(network)] = found
-                weakref.finalize(network, _turns.pop, id(network), None).atexit = False
+    with _making:
+        if (found := _turns.get(id(network))) is None:
+            found = _turns[id(network)] = _NetworkLock(network)
+            weakref.finalize(network, _turns.pop, id(network), None).atexit = False
     return found
 
 

@@ -69,9 +69,7 @@ class Laplace(SamplingPosterior):
     )
     draw_attributes = ("stored", "curvature")
     samples_frozen = True
-    own_statistics = (
-        False  # batch norm comes before the last layer; samples of other layers use the network's statistics
-    )
+    own_statistics = False  # batch norm comes before the last layer; other layers' samples use the network's statistics
     shares_unsampled = True  # the other layers are stored once for all functions of a network
     curvature: nn.ModuleList | None  # one Curvature per network and layer
 
