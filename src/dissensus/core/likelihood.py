@@ -270,8 +270,7 @@ def _check_logits(shape: torch.Size) -> None:
 
 def expand_weight(weight: Tensor | None, like: Tensor, counted: Tensor | None = None) -> Tensor:
     """The weight, (B,) or of like's shape, in like's shape and dtype; None is 1, and what does not count has 0."""
-    if weight is None:
-        return torch.ones_like(like) if counted is None else torch.ones_like(like) * counted
+    weight = torch.ones_like(like) if weight is None else weight
     if weight.shape[:1] != like.shape[:1] or weight.ndim > like.ndim:
         got = tuple(weight.shape)
         raise ValueError(f"expected sample weights of shape ({like.shape[0]},), got {got}; pass one per example")

@@ -324,7 +324,8 @@ class _AttributeSnapshot:
         return self.copies.setdefault(id(each), each.detach().clone())
 
     def _has_changed(self, value: Any, lent: Any) -> bool:
-        if not isinstance(value, Tensor) and _has_same_objects(value, lent):
+        same_keys = not isinstance(value, Tensor) and len(value) == len(lent) and all(map(is_, value, lent))
+        if same_keys and all(map(is_, _container_values(value), _container_values(lent))):
             return False
         (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
         pairs = zip(leaves, now, strict=False)
@@ -354,12 +355,6 @@ def _outside_containers(hooks: Sequence[dict[int, Any]]) -> list[Any]:
             found += [cell.cell_contents for cell in each.__closure__ or ()]
             found += map(each.__globals__.get, each.__code__.co_names)
     return [each for each in found if isinstance(each, list | dict)]
-
-
-def _has_same_objects(now: Any, before: Any) -> bool:
-    """Whether lists or dicts hold the same objects."""
-    same = len(now) == len(before) and all(map(is_, now, before))
-    return same and all(map(is_, _container_values(now), _container_values(before)))
 
 
 def _container_values(holder: Any) -> Any:

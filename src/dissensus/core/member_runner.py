@@ -97,9 +97,9 @@ class FallbackChain:
     # error is the caller's own: it is raised, and no implementation is dropped.
 
     def __init__(self, note: Callable[..., object] | str, **ways: Callable[..., Any]) -> None:
-        """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments; or a
-        text for the log, with %s for the reason."""
-        self.note, self.implementations = note, ways
+        """`note(name, reason, *args)`: called with the dropped one and the call's arguments; or a text with %s for the log."""
+        self.note = note if callable(note) else lambda _, reason, *__: log.info(note, reason)
+        self.implementations = ways
 
     @property
     def name(self) -> str:
@@ -124,10 +124,7 @@ class FallbackChain:
             result = self.implementations[last](*args)
         for name, reason in failed.items():
             del self.implementations[name]
-            if isinstance(self.note, str):
-                log.info(self.note, reason)
-            else:
-                self.note(name, reason, *args)
+            self.note(name, reason, *args)
         return result
 
 

@@ -137,7 +137,7 @@ class DropoutFunctions(DrawnFunctions):
         particles = self.particles
         with particles.lock_network(), eval_mode(particles, particles.template):
             mine = {key: keep[index] for key, keep in self._masks(function, *args).items()}
-            return particles.call(self._with_masks(function), *particles.member_tensors(0), mine, *args)[0]
+            return particles.call_first(self._with_masks(function), mine, *args)
 
     def _with_masks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(member, *args), as a function that takes the masks before args."""
@@ -170,9 +170,8 @@ class DropoutFunctions(DrawnFunctions):
                 with change_at_sites(member.network, self.sites, note_mask):
                     return function(member, *args)
 
-            particles = self.particles
             with torch.no_grad():
-                particles.call(run, *particles.member_tensors(0))
+                self.particles.call_first(run)
             if not met:
                 got = f"none of {', '.join(self.sites)} called: all functions would be equal"
                 raise ValueError(f"expected a network whose forward calls its dropout modules, got {got}")

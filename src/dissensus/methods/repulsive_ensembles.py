@@ -395,7 +395,6 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         """(B, ...) shape of the layer's output; found by running one member once per shape of x."""
         key = tuple((tuple(t.shape), t.dtype) for t in batches.input_tensors(x))
         if key not in self._feature_shapes:
-            particles, row = self.particles, self.particles.rows().member_row(0)
 
             def shape(member: Member) -> torch.Size:
                 after_layer: list[bool] = []  # one per call of the head; empty if other modules only read its weights
@@ -409,9 +408,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
                 return seen[0].shape
 
             with inference_context(self):
-                params = {**particles.shared_parameters(), **row.own}
-                found, _ = particles.call(shape, params, {**particles.shared_buffers(), **row.buffers})
-            self._feature_shapes[key] = found
+                self._feature_shapes[key] = self.particles.call_first(shape)
         return self._feature_shapes[key]
 
 
