@@ -82,7 +82,8 @@ def export(
     if path.suffix == ".onnx":
         require_extra("export")
     module = ExportedPosterior(expect_posterior(posterior))
-    x = _at_least_two_rows(batches.move_to_device(module.example_inputs(example), posterior.device))
+    given = getattr(posterior.inputs, "raw", batches.convert_inputs)(example)
+    x = _at_least_two_rows(batches.move_to_device(given, posterior.device))
     axes = _free_axes(x, dynamic or {})
     checked = [_with_outputs(posterior, module, part) for part in (x, batches.map_tensors(x, lambda each: each[:1]))]
     if any(axes):
@@ -144,11 +145,6 @@ class ExportedPosterior(nn.Module):
         for name, promise in posterior.promises.items():
             if (told := _guarantee_outputs(name, promise)) is not None:
                 self.promises[name], self.descriptions[name] = told, str(promise.describe())  # type: ignore[operator]
-
-    def example_inputs(self, example: Any) -> Inputs:
-        """The example as tensors, in the form of the file's inputs."""
-        raw: Callable[[Any], Inputs] = getattr(self.inputs, "raw", batches.convert_inputs)
-        return raw(example)
 
     def network_inputs(self, x: Inputs) -> Inputs:
         """The file's inputs, transformed to the network's."""

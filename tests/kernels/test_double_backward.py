@@ -118,27 +118,6 @@ def test_all_results_are_those_of_torchs_own_derivatives(name, strategy):
     assert all(gradient.abs().max() > 1e-6 for gradient in ours.gradients.values() if gradient.ndim > 2)
 
 
-@pytest.mark.parametrize("name", ["dense", "2d"])
-def test_the_oldest_torch_gives_the_same_with_its_own_batch_norm(name, monkeypatch):
-    monkeypatch.setattr(double_backward, "VMAP_TAKES_NONE", False)
-    for each in (gradients.vectorised_gradients, gradients.looped_gradients):
-        monkeypatch.setattr(
-            double_backward._BatchNormGradient, "apply", refusing_vmap(double_backward._BatchNormGradient.apply)
-        )
-        ours, torchs = compared(NETWORKS[name], each)
-        torch.testing.assert_close(ours, torchs, rtol=1e-10, atol=1e-10)
-
-
-def refusing_vmap(apply):
-    """The function, which must not run inside of vmap."""
-
-    def refusing(*given: object) -> object:
-        assert not double_backward.in_vmap()
-        return apply(*given)
-
-    return refusing
-
-
 def test_the_repulsion_is_not_small_beside_the_loss():
     """The comparison above would pass without second derivatives, were they small."""
     torch.manual_seed(0)

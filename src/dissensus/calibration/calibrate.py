@@ -104,10 +104,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
     like = predictive.log_prob(y)
-    given = _concatenate_weights(weights, y)
-    weight = torch.ones_like(like, dtype=torch.float64) if given is None else expand_weight(given, like).double()
-    if counted is not None:  # an ignored label is an example of weight 0
-        weight = weight * counted
+    weight = expand_weight(_concatenate_weights(weights, y), like, counted).double()
     if not weight.any():
         raise ValueError("expected an example that counts, got none; pass labels that are not ignored, or weights")
     return HeldOutRows(predictive, y, weight)
@@ -132,11 +129,8 @@ def _warn_if_unfit(rows: HeldOutRows, lens: Correction, method: str) -> None:
             "rows were held out, members are not confident enough (for a regression: is its noise set too high?)",
             lens.temperature,
         )
-    widest = (
-        float(lens.calibration.factor)
-        if isinstance(lens.calibration, calibrations.DeviationScaling)
-        else lens.temperature
-    )
+    scaled = isinstance(lens.calibration, calibrations.DeviationScaling)
+    widest = float(lens.calibration.factor) if scaled else lens.temperature  # type: ignore[union-attr, arg-type]
     if widest > 0.99 * WIDEST:
         log.warning("the %s %.3g is the highest one tried: is the posterior trained?", method, widest)
     predictive = rows.predictive
@@ -248,9 +242,8 @@ def fit_histogram(rows: HeldOutRows) -> Correction:
     index = confidence_bin(mean, BINS)  # (C, n)
     empty = torch.zeros(len(mean), BINS, dtype=torch.float64, device=mean.device)
     hits, counts = (empty.scatter_add(1, index, each) for each in (weight * labels, weight.expand_as(labels)))
-    return Correction(
-        1.0, make_calibration(calibrations.HistogramCalibration, rows, {"value": hits / counts})
-    )  # 0/0: NaN
+    value = {"value": hits / counts}  # 0/0: NaN
+    return Correction(1.0, make_calibration(calibrations.HistogramCalibration, rows, value))
 
 
 def fit_scale(rows: HeldOutRows) -> Correction:

@@ -93,7 +93,8 @@ def conformal(
     generator = torch.Generator().manual_seed(seed)
     facts: dict[str, Any] = {}
     for rows in calibration_rows(posterior, loader):
-        facts = facts or _conformal_facts(rows.predictive, level, score, by, randomised, penalty, free)
+        asked = {"penalty": penalty, "free": free}
+        facts = facts or _conformal_facts(rows.predictive, level, score, by, randomised, asked)
         w = rows.weight
         if weight is not None:
             w = w * weight(rows.x).to(w.device, torch.float64)
@@ -114,14 +115,9 @@ def conformal(
 
 
 def _conformal_facts(
-    predictive: Predictive,
-    level: float,
-    score: str | None,
-    by: object,
-    randomised: bool,
-    penalty: float | None,
-    free: int | None,
+    predictive: Predictive, level: float, score: str | None, by: object, randomised: bool, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """The settings of a promise, as JSON values; `asked`: those of the score, None for its defaults."""
     classes = isinstance(predictive, CategoricalPredictive)
     known, kind = (tuple(CLASS_SCORES), "classification") if classes else (INTERVAL_SCORES, "regression")
     score = one_of("score", known[0] if score is None else score, known, hint=f"a {kind} has these")
@@ -130,7 +126,7 @@ def _conformal_facts(
     if randomised:
         one_of("score", score, RANDOMISED, hint="only these can be randomised; pass randomised=False")
     settings = dict(SETTINGS.get(score, {}))
-    for name, value in (("penalty", penalty), ("free", free)):
+    for name, value in asked.items():
         if value is not None:
             one_of("a setting", name, settings, hint=f"{score} has these")
             settings[name] = float(number(name, value, least=0)) if name == "penalty" else integer(name, value, least=0)

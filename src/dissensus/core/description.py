@@ -31,10 +31,7 @@ def describe_network(network: nn.Module) -> dict[str, Any]:
 
 def describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
     """Class and arguments, the scale of targets among them, but not their unit, which is only a name."""
-    try:
-        arguments = to_json_values(likelihood.config())
-    except (TypeError, NotImplementedError):  # a user's class that cannot be saved
-        arguments = {}
+    arguments = config_as_json(likelihood.config)
     return {"name": type(likelihood).__name__, "arguments": {k: v for k, v in arguments.items() if k != "unit"}}
 
 
@@ -117,6 +114,14 @@ def _layer_settings(name: str, layer: nn.Module) -> str:
 def to_json_values(settings: Any) -> Any:
     """The settings as they will be in a file: lists for tuples, Python numbers for NumPy's."""
     return json.loads(json.dumps(settings, default=_plain_number))
+
+
+def config_as_json(config: Callable[[], Any]) -> Any:
+    """The result of config() as JSON values; {} for a user's class that cannot be saved."""
+    try:
+        return to_json_values(config())
+    except (TypeError, NotImplementedError):
+        return {}
 
 
 def _plain_number(value: object) -> Any:

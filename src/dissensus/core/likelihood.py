@@ -100,7 +100,7 @@ class Likelihood(nn.Module, ABC):
         counted = self.training_weight(y)
         if weight is None and counted is None:
             return -log_prob.mean()
-        w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
+        w = expand_weight(weight, log_prob)
         if counted is not None:
             w = torch.where(counted > 0, w * counted.to(w.dtype), 0.0)
         # A batch in which no entry counts has loss 0 and gradient 0, not 0/0.
@@ -168,7 +168,7 @@ class Classification(Likelihood):
             how["weight"] = self._weight_of_classes(outputs.device, outputs.dtype)
         how |= {"reduction": "none", "label_smoothing": self.label_smoothing}
         loss = F.cross_entropy(outputs, y if soft else y.long(), **how)  # (B, ...), 0 where ignored
-        w = torch.ones_like(loss) if weight is None else expand_weight(weight, loss)
+        w = expand_weight(weight, loss)
         total = (w if counted is None else w * counted.to(w.dtype)).sum()
         return (w * loss).sum() / total.clamp(min=torch.finfo(w.dtype).tiny)
 
@@ -268,12 +268,14 @@ def _check_logits(shape: torch.Size) -> None:
         raise ValueError(f"expected logits of shape (B, C) with C ≥ 2, got {tuple(shape)}; {hint}")
 
 
-def expand_weight(weight: Tensor, like: Tensor) -> Tensor:
-    """The weight, (B,) or of like's shape, in like's shape and dtype."""
+def expand_weight(weight: Tensor | None, like: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The weight, (B,) or of like's shape, in like's shape and dtype; None is 1, and what does not count has 0."""
+    weight = torch.ones_like(like) if weight is None else weight
     if weight.shape[:1] != like.shape[:1] or weight.ndim > like.ndim:
         got = tuple(weight.shape)
         raise ValueError(f"expected sample weights of shape ({like.shape[0]},), got {got}; pass one per example")
-    return weight.to(like.dtype).reshape(*weight.shape, *[1] * (like.ndim - weight.ndim)).expand_as(like)
+    found = weight.to(like.dtype).reshape(*weight.shape, *[1] * (like.ndim - weight.ndim)).expand_as(like)
+    return found if counted is None else found * counted
 
 
 def log_prob_sum(
@@ -283,9 +285,7 @@ def log_prob_sum(
     counted = likelihood.target_mask(y)
     known = counted is None or predictive.ignore_index is not None
     log_prob = predictive.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
-    w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
-    if counted is not None:
-        w = w * counted
+    w = expand_weight(weight, log_prob, counted)
     return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # avoids 0 · −∞ for positions that do not count
 
 
@@ -480,7 +480,7 @@ def start_noise(particles: Any, outputs: Callable[[], Tensor], batch: Batch) -> 
     mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
     y = batch.y if heads else likelihood.to_output_units(batch.y)  # in the units of the outputs
     squares = (y - mean).double().square() / variance
-    w = torch.ones_like(squares) if batch.weight is None else expand_weight(batch.weight, squares)
+    w = expand_weight(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
     if not FAR < error < math.inf:
         return None

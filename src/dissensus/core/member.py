@@ -276,10 +276,6 @@ class _AttributeSnapshot:
                 keys = [key for key, each in now.items() if key not in OWN and isinstance(each, list | dict | Tensor)]
                 written.known_values[i] = path, now, now.copy(), keys
         self.before = written.known_values.copy()
-        self._lend_copies()
-
-    def _lend_copies(self) -> None:
-        self.copies.clear()
         for _, now, before, keys in self.before:
             for key in keys:
                 now[key] = self._copy_container(before[key])
@@ -291,8 +287,8 @@ class _AttributeSnapshot:
                 self.kinds.append((part, kind))
                 object.__setattr__(part, "__class__", _tracing_class(kind, path, self.first))
 
-    def restore_attributes(self, *, again: bool = False) -> dict[str, Attribute]:
-        """Restores the attributes; returns those that the call has changed, by name. `again`: lends them again."""
+    def restore_attributes(self) -> dict[str, Attribute]:
+        """Restores the attributes; returns those that the call has changed, by name."""
         for part, kind in self.kinds:
             object.__setattr__(part, "__class__", kind)
         found: dict[str, Attribute] = {}
@@ -308,8 +304,6 @@ class _AttributeSnapshot:
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
-        if again and self.copies:
-            self._lend_copies()
         return found
 
     def _copy_container(self, value: Any) -> Any:
@@ -330,7 +324,8 @@ class _AttributeSnapshot:
         return self.copies.setdefault(id(each), each.detach().clone())
 
     def _has_changed(self, value: Any, lent: Any) -> bool:
-        if not isinstance(value, Tensor) and _has_same_objects(value, lent):
+        same_keys = not isinstance(value, Tensor) and len(value) == len(lent) and all(map(is_, value, lent))
+        if same_keys and all(map(is_, _container_values(value), _container_values(lent))):
             return False
         (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
         pairs = zip(leaves, now, strict=False)
@@ -360,12 +355,6 @@ def _outside_containers(hooks: Sequence[dict[int, Any]]) -> list[Any]:
             found += [cell.cell_contents for cell in each.__closure__ or ()]
             found += map(each.__globals__.get, each.__code__.co_names)
     return [each for each in found if isinstance(each, list | dict)]
-
-
-def _has_same_objects(now: Any, before: Any) -> bool:
-    """Whether lists or dicts hold the same objects."""
-    same = len(now) == len(before) and all(map(is_, now, before))
-    return same and all(map(is_, _container_values(now), _container_values(before)))
 
 
 def _container_values(holder: Any) -> Any:

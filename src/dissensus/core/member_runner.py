@@ -96,9 +96,10 @@ class FallbackChain:
     # memory. The random state, and torch's own, are restored before the next attempt. If the last one fails, too, the
     # error is the caller's own: it is raised, and no implementation is dropped.
 
-    def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
-        """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
-        self.report_fallback, self.implementations = note, ways
+    def __init__(self, note: Callable[..., object] | str, **ways: Callable[..., Any]) -> None:
+        """`note(name, reason, *args)`: called with the dropped one and the call's arguments; or a text with %s for the log."""
+        self.note = note if callable(note) else lambda _, reason, *__: log.info(note, reason)
+        self.implementations = ways
 
     @property
     def name(self) -> str:
@@ -123,7 +124,7 @@ class FallbackChain:
             result = self.implementations[last](*args)
         for name, reason in failed.items():
             del self.implementations[name]
-            self.report_fallback(name, reason, *args)
+            self.note(name, reason, *args)
         return result
 
 
@@ -243,14 +244,10 @@ _making = threading.Lock()
 
 
 def _lock_of(network: nn.Module) -> _NetworkLock:
-    found = _turns.get(id(network))
-    if found is None:
-        with _making:
-            found = _turns.get(id(network))
-            if found is None:
-                found = _NetworkLock(network)
-                _turns[id(network)] = found
-                weakref.finalize(network, _turns.pop, id(network), None).atexit = False
+    with _making:
+        if (found := _turns.get(id(network))) is None:
+            found = _turns[id(network)] = _NetworkLock(network)
+            weakref.finalize(network, _turns.pop, id(network), None).atexit = False
     return found
 
 

@@ -119,7 +119,13 @@ class StoringPosterior(Posterior, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class MemberKeywords(PriorKeywords, total=False):
+class MethodKeywords(PriorKeywords, total=False):
+    """Keywords of methods that take networks, explained in `Posterior`."""
+
+    likelihood: Likelihood | None
+
+
+class MemberKeywords(MethodKeywords, total=False):
     """Further keywords of methods with M stored members, explained in `DeepEnsemble`."""
 
     members: int | None
@@ -206,13 +212,11 @@ def check_same_architecture(networks: Sequence[nn.Module]) -> None:
     """Raises if the networks do not have one architecture."""
     first = _signature(networks[0])
     for i, network in enumerate(networks[1:], start=1):
-        if (other := _signature(network)) != first:
-            difference = next(
-                (f"{name}: {first.get(name, 'absent')} in member 0, {other.get(name, 'absent')} in member {i}")
-                for name in {**first, **other}
-                if first.get(name) != other.get(name)
-            )
-            raise ValueError(f"expected members of one architecture, got {difference}; build all members the same way")
+        other = _signature(network)
+        for name in {**first, **other} if other != first else ():
+            if (one := first.get(name, "absent")) != (two := other.get(name, "absent")):
+                got = f"{name}: {one} in member 0, {two} in member {i}; build all members the same way"
+                raise ValueError(f"expected members of one architecture, got {got}")
 
 
 def _signature(network: nn.Module) -> dict[str, str]:

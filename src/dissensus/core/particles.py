@@ -336,6 +336,10 @@ class Particles(nn.Module):
         (params, buffers), row = named_tensors(self.shared), Rows(*named_tensors(self.own), {}).member_row(index)
         return {**params, **row.own}, {**buffers, **row.buffers}
 
+    def call_first(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(member, *args) of the first member; changes nothing."""
+        return self.call(function, *self.member_tensors(0), *args)[0]
+
     def vmap_context(self) -> AbstractContextManager[object]:
         """The context that vmap over members needs."""
         return self.runner.vmap_context(self.device)

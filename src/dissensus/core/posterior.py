@@ -296,8 +296,7 @@ class Posterior(TrainableModule, ABC):
         batches.check_input_names(particles.template.network, x)
         explained = explain_input_errors(x, particles)
         with inference_context(self), RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
-            tensors = particles.member_tensors(0)
-            outputs: Tensor = particles.call(lambda member: batches.call_network(member.network, x), *tensors)[0]
+            outputs: Tensor = particles.call_first(lambda member: batches.call_network(member.network, x))
             self.network_is_random |= watch.has_drawn
         self._known.warn_once(self.likelihood.output_warning(outputs))
         return outputs

@@ -127,11 +127,12 @@ class PriorKeywords(TypedDict, total=False):
 
 
 def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
-    """A constructor's signature with `**prior` replaced by its keywords, for `help` and the bench."""
+    """A constructor's signature with `**prior` replaced by keywords of every method, for `help` and the bench."""
     *known, last = list(inspect.signature(constructor).parameters.values())[1:]
     if last.kind is not last.VAR_KEYWORD or last.name != "prior":
         return inspect.Signature([*known, last])
-    kinds = PriorKeywords.__annotations__.items()
+    added = {} if {"likelihood", "particles"} & {each.name for each in known} else {"likelihood": "Likelihood | None"}
+    kinds = (added | PriorKeywords.__annotations__).items()
     spelled = (last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)
     return inspect.Signature([*known, *spelled])
 

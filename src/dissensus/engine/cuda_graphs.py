@@ -361,6 +361,7 @@ def timed_convolutions(device: torch.device) -> Iterator[None]:
 
 DEVICE = "cuda"  # "cpu" in tests with graphs that are none
 FEW = 5  # batches for which a graph does not pay
+UNFUSED = "prediction runs layer by layer: fused kernels fail for this network (%s)"
 MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
@@ -407,7 +408,7 @@ class CapturedFunction(CapturedCalls):
         self.weight_cache: WeightCache | None = None
         # whether weights have been written to, and whether casts were looked for
         self.has_dropped_cache = self.has_checked_casts = False
-        self.implementations = FallbackChain(_note_unfused, fused=self._run_fused, unfused=function)
+        self.implementations = FallbackChain(UNFUSED, fused=self._run_fused, unfused=function)
         self.side_stream: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -481,7 +482,7 @@ class CapturedFunction(CapturedCalls):
             raise
         except Exception as error:  # a user's network may do anything
             del self.implementations.implementations["fused"]
-            _note_unfused("fused", first_line(error))
+            log.info(UNFUSED, first_line(error))
 
     def _run_fused(self, x: Inputs) -> tuple[Tensor, ...]:
         with fuse_layers():
@@ -511,7 +512,3 @@ class CapturedFunction(CapturedCalls):
 
 class _FirstMemberDone(Exception):
     """The first member has run."""
-
-
-def _note_unfused(_: str, reason: str, *args: object) -> None:
-    log.info("prediction runs layer by layer: fused kernels fail for this network (%s)", reason)

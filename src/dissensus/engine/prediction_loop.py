@@ -90,11 +90,6 @@ class FixedDraw:
         """The label of ignored places; None if all places count."""
         return getattr(self.posterior.likelihood, "ignore_index", None)
 
-    @property
-    def is_single_process(self) -> bool:
-        """Whether no other process shares the work."""
-        return connected_mesh(self.posterior) is None
-
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
         return self.answer(x, energy=False).predictive
@@ -112,7 +107,7 @@ class FixedDraw:
 
         `check`: raises where a batch cannot be used; `bring`: tensors of a batch that are wanted on the host.
         """
-        late = self.is_single_process  # on a mesh, an error must come with its batch
+        late = connected_mesh(self.posterior) is None  # on a mesh, an error must come with its batch
 
         def work(batch: Batch) -> Any:
             check(batch)
@@ -207,7 +202,7 @@ def predict_loader(
     """
     draw = FixedDraw(posterior, precision, compiled=compiled, keeps_weights=keeps_weights, count=loader.length)
     # On a mesh an error must come with its batch, so that all processes raise it.
-    at_once = draw.device.type != "cuda" or not draw.is_single_process
+    at_once = draw.device.type != "cuda" or connected_mesh(posterior) is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
     prediction = _BatchPrediction(draw, late, one_at_a_time)
 
@@ -291,11 +286,8 @@ class _BatchPrediction:
 
 
 def _compile(function: Callable[[Inputs], tuple[Tensor, ...]]) -> Callable[[Inputs], tuple[Tensor, ...]]:
-    return FallbackChain(_note_uncompiled, compiled=torch.compile(function, dynamic=False), plain=function)
-
-
-def _note_uncompiled(name: str, reason: str, *args: object) -> None:
-    log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
+    note = "prediction runs uncompiled: this network cannot be compiled (%s)"
+    return FallbackChain(note, compiled=torch.compile(function, dynamic=False), plain=function)
 
 
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:

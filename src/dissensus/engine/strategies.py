@@ -39,6 +39,7 @@ from dissensus.utils.torch_private import raise_at_recompile_limit
 log = logging.getLogger("dissensus")
 
 Kind = Literal["loop", "vectorised", "streamed"]
+UNFUSED = "batch norm runs apart from the layers after it: fused kernels fail for this network (%s)"
 
 
 def make_strategy(kind: Kind, *, compiled: bool = False) -> FallbackChain:
@@ -56,10 +57,6 @@ def _note_fallback(name: str, reason: str, posterior: Objective, batch: Batch) -
         posterior.particles.runner.note_fallback(name, reason)
     else:
         log.info("members run uncompiled: the compiler failed (%s)", reason)
-
-
-def _note_unfused(_: str, reason: str, *args: object) -> None:
-    log.info("batch norm runs apart from the layers after it: fused kernels fail for this network (%s)", reason)
 
 
 def _forbid_recompile_limit(run: Strategy) -> Strategy:
@@ -93,7 +90,7 @@ class LoopStrategy:
         self.member = _compile(functional_member_gradients) if compiled else None  # None: as `looped_gradients` does
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes() if streamed else None
-        self.implementations = FallbackChain(_note_unfused, fused=self.run_fused, plain=self.run)
+        self.implementations = FallbackChain(UNFUSED, fused=self.run_fused, plain=self.run)
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.compiled or batch.y.device.type != "cuda":  # where the members are, too

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.utils.torch_private import TorchStateGuard, fold_vmap_axis, has_vmap_axis
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -67,10 +67,8 @@ def trace(
 ) -> ExportedProgram:
     """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 
-    Args:
-        x: at least two examples, since torch treats an axis of length one as fixed.
-        forms: torch operation -> function that computes it by others, for a file's format that lacks it.
-        axes: for each tensor in x, other axes that may have any length that the module allows; None has none.
+    `x`: two examples or more, since torch treats an axis of length one as fixed. `forms`: operation -> function that computes
+    it by others, for a format that lacks it. `axes`: for each tensor in x, other axes of any length; None has none.
     """
     given = tuple(batches.input_tensors(x))
     size = Dim("batch", min=1)
@@ -116,20 +114,11 @@ def _convolution(
     return outputs if bias is None else outputs + _as_channels(bias, outputs)
 
 
-def _batch_norm(
-    function: Any,
-    input: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training:
+def _batch_norm(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    input, mean, variance, weight, bias, training, _, eps = BatchNormArguments(*args, **kwargs)
+    if training or mean is None or variance is None:
         raise ValueError("expected batch norm in eval mode, got one that reads the batch's own statistics")
-    scaled = (input - _as_channels(running_mean, input)) * _as_channels(torch.rsqrt(running_var + eps), input)
+    scaled = (input - _as_channels(mean, input)) * _as_channels(torch.rsqrt(variance + eps), input)
     return _affine(scaled, weight, bias)
 
 

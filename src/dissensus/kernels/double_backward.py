@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm, thread
-from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import materialise
-from dissensus.utils.torch_private import in_vmap, will_run
+from dissensus.utils.torch_private import will_run
 
 aten = torch.ops.aten
 SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
@@ -43,8 +43,6 @@ SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), PLAIN),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), TRANSPOSED),
 }
-# Whether vmap's rules for functions accept that a result has no gradient: here a batch norm's statistics have none.
-VMAP_TAKES_NONE = torch.__version__ >= "2.7"
 
 
 @contextmanager
@@ -214,21 +212,12 @@ def prelu_as_product(_: Callable[..., Tensor], input: Tensor, weight: Tensor) ->
     return x * torch.where(x > 0, 1.0, channels)
 
 
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
     """The same result as `F.batch_norm`; uses torch's form with running statistics (independent of x) or without weights."""
-    few = input.numel() <= input.shape[1]
-    if not training or weight is None or bias is None or few or (not VMAP_TAKES_NONE and in_vmap()):
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    found: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]  # type: ignore[no-untyped-call]
+    x, mean, var, weight, bias, training, momentum, eps = arguments = BatchNormArguments(*args, **kwargs)
+    if not training or weight is None or bias is None or x.numel() <= x.shape[1]:
+        return F.batch_norm(*arguments)
+    found: Tensor = _BatchNorm.apply(x, weight, bias, mean, var, momentum, eps)[0]  # type: ignore[no-untyped-call]
     return found
 
 

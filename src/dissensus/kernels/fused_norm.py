@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
-from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
 from dissensus.utils.torch_private import in_function_transform
@@ -56,22 +56,10 @@ def _read_unseen(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwa
     return function(tensor, *args, **kwargs)
 
 
-def _convolve(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    return lazy_convolution(*args, **kwargs)
-
-
-def lazy_batch_norm(
-    otherwise: Callable[..., Tensor],
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def lazy_batch_norm(otherwise: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
+    arguments = BatchNormArguments(*args, **kwargs)
+    input, running_mean, running_var, weight, bias, training, momentum, eps = arguments
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
@@ -81,13 +69,11 @@ def lazy_batch_norm(
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = materialise(input)
     if not usable or not can_fuse(x):
-        return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return otherwise(x, *arguments[1:])
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
-    from dissensus.kernels import norm_launch  # imports Triton
-
     with torch.no_grad():
-        mean, rstd = norm_launch.statistics(x, running_mean, running_var, momentum, eps)
+        mean, rstd = _launch("statistics", x, running_mean, running_var, momentum, eps)
     for changed in (running_mean, running_var):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
@@ -106,7 +92,7 @@ def can_fuse(x: Tensor) -> bool:
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: lazy_batch_norm,
-    torch.conv2d: _convolve,
+    torch.conv2d: lambda function, *args, **kwargs: lazy_convolution(*args, **kwargs),
     **dict.fromkeys((cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage), _read_unseen),
 }
 
@@ -136,12 +122,10 @@ class PendingNorm(PendingTensor):
                 given = (x, mean, spread, weight, bias)
                 found.again = Recomputation(partial(_normalise, relu=relu), tuple(each.detach() for each in given))
             return cast(Tensor, found)
-        from dissensus.kernels import norm_launch
-
         if relu and self.can_fold:
             return cast(PendingConvolution, x).compute_norm_relu(self.added, mean, spread, weight, bias, self.eps)
         x, added = materialise(x), materialise(self.added)
-        return norm_launch.normalise_rows(x, added, mean, spread, weight, bias, relu=relu, eps=self.eps)
+        return cast(Tensor, _launch("normalise_rows", x, added, mean, spread, weight, bias, relu=relu, eps=self.eps))
 
     @property
     def can_fold(self) -> bool:
@@ -187,9 +171,7 @@ class _FusedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor, added: Tensor | None, m: Tensor, r: Tensor, relu: bool
     ) -> Tensor:
-        from dissensus.kernels import norm_launch
-
-        y = norm_launch.normalise_rows(x, added, m, r, w, b, relu=relu)
+        y: Tensor = _launch("normalise_rows", x, added, m, r, w, b, relu=relu)
         ctx.relu, ctx.added = relu, added is not None
         ctx.save_for_backward(x, y if relu and ctx.added else None, m, r, w, b)
         return y
@@ -199,9 +181,10 @@ class _FusedNorm(torch.autograd.Function):
         g, saved = _match_layout(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
         if torch.is_grad_enabled():
             by_x, by_added, sums = _FusedNormGradient.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
-            by_x.again = Recomputation(partial(_input_gradient, relu=ctx.relu), (g.detach(), *saved, sums.detach()))
+            again = partial(_launch, "input_gradient", relu=ctx.relu)
+            by_x.again = Recomputation(again, (g.detach(), *saved, sums.detach()))
         else:
-            by_x, by_added, sums = _norm_gradients(g, *saved, relu=ctx.relu)
+            by_x, by_added, sums = _launch("gradients", g, *saved, relu=ctx.relu)
         by_w, by_b = sums.to(saved[4].dtype)
         return by_x, by_w, by_b, by_added if ctx.added else None, None, None, None
 
@@ -212,15 +195,13 @@ class _FusedNormGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, g: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         *saved, ctx.relu = given
-        by_x, by_added, sums = _norm_gradients(g, *saved, relu=ctx.relu)
+        by_x, by_added, sums = _launch("gradients", g, *saved, relu=ctx.relu)
         ctx.save_for_backward(g, *saved, sums)
         ctx.set_materialize_grads(False)
         return by_x, by_added.view_as(by_added) if by_added is g else by_added, sums
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from dissensus.kernels import norm_launch
-
         (u, v, of_sums), (g, x, y, m, r, w, b, sums) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled() or of_sums is not None:
             raise NotImplementedError("batch norm has no third derivative")
@@ -228,26 +209,19 @@ class _FusedNormGradient(torch.autograd.Function):
             return (None,) * 8
         u = torch.zeros_like(x) if u is None else _match_layout(u, x)
         v = None if v is None else _match_layout(v, x)
-        by_g, by_x, by_w = norm_launch.second_gradients(u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
+        by_g, by_x, by_w = _launch("second_gradients", u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
         return by_g, by_x, None, None, None, by_w.to(w.dtype), None, None
 
 
-def _norm_gradients(*given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _launch(name: str, *given: Any, **how: Any) -> Any:
+    """The function of this name in `kernels/norm_launch.py`, which imports Triton."""
     from dissensus.kernels import norm_launch
 
-    return norm_launch.gradients(*given, relu=relu)
-
-
-def _input_gradient(*given: Any, relu: bool) -> Tensor:
-    from dissensus.kernels import norm_launch
-
-    return norm_launch.input_gradient(*given, relu=relu)
+    return getattr(norm_launch, name)(*given, **how)
 
 
 def _normalise(x: Tensor, *layer: Tensor, relu: bool) -> Tensor:
-    from dissensus.kernels import norm_launch
-
-    return norm_launch.normalise_rows(x, None, *layer, relu=relu)
+    return cast(Tensor, _launch("normalise_rows", x, None, *layer, relu=relu))
 
 
 def _match_layout(g: Tensor, x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -27,3 +28,16 @@ class LayerOverrides(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         way = self.table.get(function)
         return function(*args, **(kwargs or {})) if way is None else way(function, *args, **(kwargs or {}))
+
+
+class BatchNormArguments(NamedTuple):
+    """The arguments of `F.batch_norm`, with its defaults."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5

@@ -1,7 +1,7 @@
 """Batch norm whose statistics are re-estimated, for sampled or averaged weights, or frozen, in one pass over activations."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -72,12 +72,10 @@ def _average_over_calls(seen: dict[nn.Module, int], size: int) -> Iterator[None]
         seen[layer] += size
         layer.momentum = size / seen[layer]  # type: ignore[assignment]
 
-    handles = [layer.register_forward_pre_hook(count) for layer in seen]
-    try:
+    with ExitStack() as hooks:
+        for layer in seen:
+            hooks.enter_context(layer.register_forward_pre_hook(count))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

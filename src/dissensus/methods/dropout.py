@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, join_families
-from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import has_attention, network_lock
-from dissensus.core.networks import Networks, NetworksPosterior
+from dissensus.core.networks import MethodKeywords, Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
-from dissensus.core.prior import PriorKeywords
 from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.layers.conversion import check_layer_names
 from dissensus.numerics.randomness import next_seed
@@ -76,10 +74,9 @@ class MCDropout(NetworksPosterior):
         rate: float | None = None,
         layers: Sequence[str] | None = None,
         samples: int = 30,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         self.rate = rate if rate is None else fraction("rate", rate, hint="0.1 is a usual one")
         self.layers = layers
         self.samples = integer("samples", samples)
@@ -140,7 +137,7 @@ class DropoutFunctions(DrawnFunctions):
         particles = self.particles
         with particles.lock_network(), eval_mode(particles, particles.template):
             mine = {key: keep[index] for key, keep in self._masks(function, *args).items()}
-            return particles.call(self._with_masks(function), *particles.member_tensors(0), mine, *args)[0]
+            return particles.call_first(self._with_masks(function), mine, *args)
 
     def _with_masks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(member, *args), as a function that takes the masks before args."""
@@ -173,9 +170,8 @@ class DropoutFunctions(DrawnFunctions):
                 with change_at_sites(member.network, self.sites, note_mask):
                     return function(member, *args)
 
-            particles = self.particles
             with torch.no_grad():
-                particles.call(run, *particles.member_tensors(0))
+                self.particles.call_first(run)
             if not met:
                 got = f"none of {', '.join(self.sites)} called: all functions would be equal"
                 raise ValueError(f"expected a network whose forward calls its dropout modules, got {got}")

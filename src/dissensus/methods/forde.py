@@ -133,10 +133,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
 
     # For any size: two examples may be small when a batch is not.
     written = partial(run, fast_second_derivatives, of_any_size=True)
-
-    def note(_: str, reason: str) -> None:
-        log.info("using torch's slow second derivatives: the library's fast ones fail for this network (%s)", reason)
-
+    note = "using torch's slow second derivatives: the library's fast ones fail for this network (%s)"
     try:
         with preserve_random_state(posterior.device):
             FallbackChain(note, written=written, torch=partial(run, nullcontext))()
@@ -191,12 +188,11 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         every: int = 1,
         examples: int | None = None,
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
             raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
-        super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        super().__init__(networks, gradient=gradient, examples=examples, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
         self.set_repulsion(repulsion, batch_size)
         self.every = integer("every", every)
@@ -261,10 +257,9 @@ class LIT(InputGradientPosterior):
         strength: float,
         gradient: Gradient = "logit",
         examples: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        super().__init__(networks, gradient=gradient, examples=examples, **prior)
         self.strength = number("strength", strength, least=0, hint="0 is a deep ensemble")
 
     def couple(self, z: Any) -> Any:

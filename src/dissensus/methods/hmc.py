@@ -21,16 +21,15 @@ from torch.utils import _pytree as pytree
 from dissensus.core import weights
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import compute_gradients
-from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
-from dissensus.core.networks import Networks
+from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles
-from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
 from dissensus.methods.snapshots import LastSnapshots, Snapshots
+from dissensus.numerics.flat_weights import unflatten
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
 from dissensus.utils.checks import fraction, integer, number
@@ -91,10 +90,9 @@ class HMC(SamplingPosterior):
         budget: float = 1e14,
         seed: int | None = None,
         first_chain: int = 0,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=samples, **prior)
         self.every = integer("every", every)
         self.warmup = integer("warmup", warmup, hint="it chooses the step size")
         self.leapfrog = integer("leapfrog", leapfrog)
@@ -137,8 +135,7 @@ class HMC(SamplingPosterior):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
             text = "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up"
             log.log(level, text, chain, 100 * acceptance)
-        dtypes = {name: each.dtype for name, each in sampled_weights(self.particles).stored.items()}
-        found = {name: rows.to(dtypes[name]) for name, rows in energy.split_flat(self.chains.draws).items()}
+        found = unflatten(self.chains.draws, sampled_weights(self.particles).first_member())
         copies = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
         self.stored = self._make_families(copies)
         self.uncalibrate("fit_posthoc")
@@ -186,8 +183,9 @@ class Potential:
 
     @torch.no_grad()
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        for rows, part in zip(self.weights.rows().values(), self.split_flat(position).values(), strict=True):
-            rows.copy_(part)
+        parts = unflatten(position, self.weights.first_member())
+        for name, rows in self.weights.rows().items():
+            rows.copy_(parts[name])
         with torch.enable_grad():
             found = compute_gradients(self.posterior, self.batch)
         network = weights.network_parameters(self.posterior.particles).stored
@@ -195,12 +193,6 @@ class Potential:
         gradients = self.weights.expand_members({name: found.gradients[full] for name, full in names.items()})
         flat = torch.cat([rows.reshape(len(position), -1) for rows in gradients.values()], dim=1)
         return self.scale * found.losses, self.scale * flat
-
-    def split_flat(self, flat: Tensor) -> Tensors:
-        """Name -> (M, …, *shape), cut from flat weights (M, …, P)."""
-        one = self.weights.first_member()
-        parts = torch.split(flat, [each.numel() for each in one.values()], dim=-1)
-        return {n: part.reshape(*flat.shape[:-1], *one[n].shape) for n, part in zip(one, parts, strict=True)}
 
 
 def sampled_weights(particles: Particles) -> Weights:
@@ -363,10 +355,9 @@ class SGHMC(RecordingPosterior):
         posterior_temperature: float = 1.0,
         seed: int | None = None,
         first_chain: int = 0,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=integer("members", members), likelihood=likelihood, **prior)
+        super().__init__(networks, samples=integer("members", members), **prior)
         self.members = members
         self.cycles = integer("cycles", cycles, least=0)
         self.exploration = fraction("exploration", exploration)

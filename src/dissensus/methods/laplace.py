@@ -19,10 +19,10 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood, log_prob_sum, noise_warning
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
-from dissensus.core.networks import Networks
+from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
-from dissensus.core.prior import PriorKeywords, make_prior
+from dissensus.core.prior import make_prior
 from dissensus.methods.parts import last_layer as last_layers
 from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
 from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior
@@ -69,9 +69,7 @@ class Laplace(SamplingPosterior):
     )
     draw_attributes = ("stored", "curvature")
     samples_frozen = True
-    own_statistics = (
-        False  # batch norm comes before the last layer; samples of other layers use the network's statistics
-    )
+    own_statistics = False  # batch norm comes before the last layer; other layers' samples use the network's statistics
     shares_unsampled = True  # the other layers are stored once for all functions of a network
     curvature: nn.ModuleList | None  # one Curvature per network and layer
 
@@ -85,13 +83,12 @@ class Laplace(SamplingPosterior):
         posterior_temperature: float = 1.0,
         layers: str | Sequence[str] | None = None,
         samples: int = 300,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        if getattr(likelihood, "class_weights", None) is not None:
+        if getattr(prior.get("likelihood"), "class_weights", None) is not None:
             advice = "train with class_weights and MAP, then pass the network with Classification()"
             raise ValueError(f"expected a likelihood without class_weights, got some; {advice}")
-        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=samples, **prior)
         self.structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
         self.prior_precision = last_layers.check_precision(prior_precision)

@@ -179,8 +179,7 @@ class MeanFieldVI(SamplingPosterior):
                     batches.call_network(member.network, repeat_inputs(x, rows, first=1))
                     return [[len(outputs) for outputs, _ in layer.seen] for layer in layers]
 
-            found: list[list[int]] = particles.call(run, *particles.member_tensors(0))[0]
-            return found
+            return particles.call_first(run)  # type: ignore[no-any-return]
 
         try:
             two, three = lengths(2), lengths(3)

@@ -4,9 +4,8 @@ from typing import Any, Unpack, final
 
 import torch
 
-from dissensus.core.likelihood import Likelihood
-from dissensus.core.networks import Networks
-from dissensus.core.prior import PriorKeywords, norm_parameters
+from dissensus.core.networks import MethodKeywords, Networks
+from dissensus.core.prior import norm_parameters
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.utils.checks import number
 from dissensus.utils.sharding import gather_full_tensor, shard_like
@@ -38,10 +37,9 @@ class GaussianPerturbation(SamplingPosterior):
         *,
         noise: float = 0.05,
         samples: int = 20,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=samples, **prior)
         self.noise = number("noise", noise, least=0, hint="it is relative to each tensor's rms")
 
     def sampled_names(self) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.likelihood import Classification, full_precision
 from dissensus.core.member import PREFIX
 from dissensus.core.networks import MemberKeywords, MemberSource, StackedPosterior
 from dissensus.core.particles import Member, Particles
@@ -62,18 +62,16 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         self.score = one_of("score", score, rbf_kernels.SCORES)
         self.set_repulsion(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
     def mix(self, gradients: Tensors) -> Tensors:
         """a_t g + ∇ log q / N. Not `couple`: comparing weights needs no forward pass."""
-        own = self.particles.own_parameters()
-        z = spaces.trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
+        z = spaces.trained_weights(self.particles)
         strength = self.strength(gathered=self.batches_per_step)
         matrix = rbf_kernels.score_matrix(self.score, squared_distances(z)) * strength
         repulsion = rbf_kernels.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
@@ -130,10 +128,9 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
             raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:
@@ -315,10 +312,9 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         bandwidth: Literal["median", "squared"] = "median",
         repulsion: Repulsion = "1/B",
         batch_size: int | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         share_head(self.particles, layer=layer, head=head)
         self.layer, self.head = layer, head
         self.projection = integer("projection", projection)
@@ -399,26 +395,20 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         """(B, ...) shape of the layer's output; found by running one member once per shape of x."""
         key = tuple((tuple(t.shape), t.dtype) for t in batches.input_tensors(x))
         if key not in self._feature_shapes:
-            particles, row = self.particles, self.particles.rows().member_row(0)
 
             def shape(member: Member) -> torch.Size:
                 after_layer: list[bool] = []  # one per call of the head; empty if other modules only read its weights
                 with spaces.add_to_output(member.network, self.layer, None) as seen:
                     head = member.network.get_submodule(self.head)
-                    handle = head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen)))
-                    try:
+                    with head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen))):
                         batches.call_network(member.network, x)
-                    finally:
-                        handle.remove()
                 if after_layer and not any(after_layer):
                     got = f"'{self.layer}', which runs after it; name the layer that feeds the head"
                     raise ValueError(f"expected a layer that runs before the head '{self.head}', got {got}")
                 return seen[0].shape
 
             with inference_context(self):
-                params = {**particles.shared_parameters(), **row.own}
-                found, _ = particles.call(shape, params, {**particles.shared_buffers(), **row.buffers})
-            self._feature_shapes[key] = found
+                self._feature_shapes[key] = self.particles.call_first(shape)
         return self._feature_shapes[key]
 
 
@@ -473,25 +463,28 @@ class SVGD(StackedPosterior):
         *,
         space: Literal["weight", "function"] = "weight",
         annealing: Annealing | None = None,
-        likelihood: Likelihood | None = None,
         **prior: Unpack[MemberKeywords],
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **prior)
         self.space = one_of("space", space, ("weight", "function"))
         if self.interaction is not None:
             self.interaction = "mix" if space == "weight" else "couple"
         self.annealing = annealing_or_constant(annealing)
 
+    def _matrices(self, squared: Tensor) -> tuple[Tensor, Tensor]:
+        """(a_t K / M, G / MN), each (M, M), for squared distances between the members."""
+        kernel, h = rbf_kernels.kernel_and_bandwidth(squared)
+        count = self.particles.members
+        driving = kernel * (annealing_weight(self, self.annealing) / count)
+        return driving, rbf_kernels.slopes(kernel, h) / (count * (self.data_size or 1))
+
     # ------------------------------------------------------------------ weight space: gradients are mixed
 
     def mix(self, gradients: Tensors) -> Tensors:
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
-        own = self.particles.own_parameters()
-        z = spaces.trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
-        kernel, h = rbf_kernels.kernel_and_bandwidth(squared_distances(z))
-        count, size = self.particles.members, self.data_size or 1
-        driving = rbf_kernels.apply_matrix(kernel * (annealing_weight(self, self.annealing) / count), gradients)
-        slopes = rbf_kernels.slopes(kernel, h) / (count * size)
+        z = spaces.trained_weights(self.particles)
+        kernel, slopes = self._matrices(squared_distances(z))
+        driving = rbf_kernels.apply_matrix(kernel, gradients)
         repulsion = rbf_kernels.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
 
@@ -523,10 +516,7 @@ class SVGD(StackedPosterior):
         members are equal, a_t/M if they are far apart.
         """
         u, points = z["slopes"], z["points"]
-        kernel, h = rbf_kernels.kernel_and_bandwidth(squared_distances(points))
-        count, size = self.particles.members, self.data_size or 1
-        driving = kernel * (annealing_weight(self, self.annealing) / count)
-        slopes = rbf_kernels.slopes(kernel, h) / (count * size)
+        driving, slopes = self._matrices(squared_distances(points))
         repulsion = rbf_kernels.apply_matrix(slopes, points - points.mean(0))
         outputs = rbf_kernels.apply_matrix(driving, u) - u
         v = {"outputs": outputs, "points": repulsion, "slopes": torch.zeros_like(u)}

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.likelihood import Likelihood
-from dissensus.core.networks import Networks
-from dissensus.core.prior import PriorKeywords
+from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.weights import Recorder, Weights
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.utils.checks import integer
@@ -52,10 +50,9 @@ class SnapshotEnsemble(RecordingPosterior):
         members: int = 5,
         start: int | None = None,
         every: int | None = None,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=integer("members", members), likelihood=likelihood, **prior)
+        super().__init__(networks, samples=integer("members", members), **prior)
         self.members, self.start, self.every = members, start, every
         snapshots = Snapshots(start, every, wanted=members, tail=0.0)
         self.recorder = LastSnapshots(self.recorded_weights, snapshots, kept=members)

@@ -13,9 +13,7 @@ from typing import Any, Unpack, final
 import torch
 from torch import Tensor
 
-from dissensus.core.likelihood import Likelihood
-from dissensus.core.networks import Networks
-from dissensus.core.prior import PriorKeywords
+from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.weights import Weights
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
@@ -173,10 +171,9 @@ class SWAG(RecordingPosterior):
         start: int | None = None,
         every: int | None = None,
         posterior_temperature: float = 0.5,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=samples, **prior)
         self.rank, self.start, self.every = integer("rank", rank), start, every
         hint = "the paper uses 0.5; 0 gives the mean alone"
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0, hint=hint)
@@ -217,10 +214,9 @@ class SWA(RecordingPosterior):
         *,
         start: int | None = None,
         every: int | None = None,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=1, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=1, **prior)
         self.start, self.every = start, every
         self.recorder = MeanRecorder(self.recorded_weights, Snapshots(start, every, wanted=40))
 

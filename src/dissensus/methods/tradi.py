@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.likelihood import Likelihood
-from dissensus.core.networks import Networks
-from dissensus.core.prior import PriorKeywords, norm_parameters
+from dissensus.core.networks import MethodKeywords, Networks
+from dissensus.core.prior import norm_parameters
 from dissensus.core.weights import Recorder, Weights
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
@@ -78,10 +77,9 @@ class TRADI(RecordingPosterior):
         init: Init = "current",
         features: int = 10,
         bandwidth: float = 1.0,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
-        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=samples, **prior)
         settings: dict[str, Any] = {
             "covariance": one_of("covariance", covariance, get_args(Covariance)),
             "correlation": one_of("correlation", correlation, get_args(Correlation)),

@@ -43,7 +43,12 @@ def build_parts(
     if (wrong := next(count_mismatches(config["arguments"], shapes, foreign="class" in config), None)) is not None:
         raise ValueError(f"expected {wrong} in the file; {SAVE_AGAIN}")
     template = build_network(config["network"], network, shapes)
-    return template, likelihood if likelihood is not None else build_likelihood(config["likelihood"])
+    if likelihood is None:
+        name = config["likelihood"]["name"]
+        if name not in LIKELIHOODS:
+            raise ValueError(f"expected the likelihood {name!r} as an argument, got none; pass likelihood={name}(...)")
+        likelihood = LIKELIHOODS[name](**config["likelihood"]["arguments"])
+    return template, likelihood
 
 
 def class_fields(posterior: Posterior) -> dict[str, str]:
@@ -160,10 +165,3 @@ def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]], stored
     for name, (shape, _) in counted.items():
         rows[name.partition(".own.")[2]] += shape[0] if shape else 0
     return rows
-
-
-def build_likelihood(saved: dict[str, Any]) -> Likelihood:
-    if saved["name"] not in LIKELIHOODS:
-        name = saved["name"]
-        raise ValueError(f"expected the likelihood {name!r} as an argument, got none; pass likelihood={name}(...)")
-    return LIKELIHOODS[saved["name"]](**saved["arguments"])

@@ -61,6 +61,7 @@ FIELDS = {
 }
 METADATA, CHECKSUM = "dissensus", "checksum"
 OWN, SHARED = "particles.own.", "particles.shared."
+TIES = "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built like it"
 
 
 def save(
@@ -197,7 +198,7 @@ def rebuild(
         restore_transforms(posterior, config)
     # Not the ties of a stored draw: in files of earlier versions it has its own copies of what is frozen.
     if any(not name.startswith("stored.") for name, _ in unique_tensors(posterior)[1].items() ^ config["tied"].items()):
-        raise tie_error()
+        raise ValueError(TIES)
     held = {f"{SHARED}{PREFIX}{name}" for name in config.get("omitted", {}).get("names", ())}
     lying = {name: t if name in held else copy_with_strides(t, strides[name]) for name, t in tensors.items()}
     fill_tensors(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
@@ -335,11 +336,6 @@ def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) 
     return likelihood.config()
 
 
-def tie_error() -> ValueError:
-    hint = "pass a network built like it"
-    return ValueError(f"expected a network whose tensors are tied as in the saved one, got other ties; {hint}")
-
-
 def fill_tensors(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     """Overwrites the posterior's state with exactly these tensors, dtypes included."""
     expected = {name: tensor for name, tensor in posterior.state_dict().items() if name != STATE}
@@ -399,12 +395,12 @@ def _fill_member(
 ) -> Posterior:
     """The posterior filled with one member's rows of own tensors, and with the shared tensors."""
     expected, ties = unique_tensors(member)  # a stack stores tied tensors once
-    sources = {SHARED + name.removeprefix(OWN) if _is_own(name) else name: name for name in tensors}
+    sources = {SHARED + name.removeprefix(OWN) if name.startswith(OWN) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
-        raise tie_error()
+        raise ValueError(TIES)
     found = {
         mine: copy_with_strides(tensors[name][index], strides[name][1:])
-        if _is_own(name)
+        if name.startswith(OWN)
         else copy_with_strides(tensors[name], strides[name])
         for mine, name in sources.items()
         if mine in expected
@@ -420,15 +416,11 @@ def _has_plain_networks(config: Mapping[str, Any], shapes: Iterable[str]) -> boo
     return (
         isinstance(config["arguments"].get("members"), int)
         and "networks" not in config["arguments"]  # with that argument, members are snapshots
-        and any(map(_is_own, shapes))
+        and any(name.startswith(OWN) for name in shapes)
         and "class" not in config
         and not config["network"].get("cut")
         and all(name.startswith(("network.", "likelihood.")) for name in inner)
     )
-
-
-def _is_own(name: str) -> bool:
-    return name.startswith(OWN)
 
 
 def is_posterior(folder: Path) -> bool:

@@ -31,7 +31,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.calibrated import STATE
-from dissensus.core.description import describe_likelihood, differences, to_json_values, translate_settings
+from dissensus.core.description import (
+    config_as_json,
+    describe_likelihood,
+    differences,
+    to_json_values,
+    translate_settings,
+)
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
@@ -245,7 +251,7 @@ def check_tensors(state: Any) -> None:
 def describe_run(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Description of a run: method, settings, network, likelihood, optimiser with its tensors, kind of schedule."""
     return {
-        "posterior": _config_as_json(lambda: training_settings(posterior)),
+        "posterior": config_as_json(lambda: training_settings(posterior)),
         "likelihood": describe_likelihood(posterior.likelihood),
         "network": posterior.initial_network,
         "prior": None if posterior.prior is None else to_json_values(posterior.prior.config()),
@@ -331,14 +337,6 @@ def _dtype_and_shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _config_as_json(config: Any) -> Any:
-    """The result of config() as JSON values; {} if there is none."""
-    try:
-        return to_json_values(config())
-    except (TypeError, NotImplementedError):  # a user's method that cannot be saved
-        return {}
-
-
 # ------------------------------------------------------------------ folders of several processes
 
 
@@ -353,10 +351,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
     """Writes a state as the newest in the folder; call it on all ranks, with their mesh, or None for one process.
 
-    Args:
-        members: M over all ranks.
-        own: ids of the state's tensors with a row per member of this rank. Other tensors are equal on all ranks, and one
-            rank writes them.
+    `members`: M over all ranks. `own`: ids of the state's tensors with a row per member of this rank; others are equal on all.
     """
     # Imported here, since a run on one process does not need it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -26,6 +26,7 @@ from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import training_memory
+from dissensus.numerics.randomness import generator_states
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
 from dissensus.training.history import Epoch, History, PartialEpoch, TrainingStep
 from dissensus.training.optimisation import Optimisation
@@ -213,8 +214,8 @@ class _Run:
         """The epoch of this number, trained; None if it was interrupted after the batches of `part`."""
         self.posterior.train()
         if self.part is None:
-            resumable = interruptions.resumable
-            self.part = PartialEpoch.start_epoch(self.loader, self.posterior.device) if resumable else PartialEpoch()
+            begun = (*generator_states(self.posterior.device), self.loader.state()) if interruptions.resumable else ()
+            self.part = PartialEpoch(*begun)
         batches = self.division.training_batches(index)
         losses, lr = self.run_epoch(batches, self.part, bar, interruptions), self.plan.lr
         if losses is None:
@@ -412,16 +413,9 @@ def standardise_targets(posterior: Posterior, loader: Loader) -> None:
 
 def _mean_and_std(parts: Iterable[Tensor]) -> dict[str, Tensor]:
     """{"mean", "std"} of columns, each (D,), with divisor N; a column that never varies has std 1."""
-    count, mean, scatter = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    for y in parts:
-        rows = (y if y.ndim > 1 else y[:, None]).detach().double().cpu().flatten(0, -2)  # (n, D)
-        if not len(rows):
-            continue
-        # Chan, Golub & LeVeque 1979: no loss of digits for large means.
-        total, shift = count + len(rows), rows.mean(0) - mean
-        scatter = scatter + (rows - rows.mean(0)).square().sum(0) + shift**2 * (count * len(rows) / total)
-        mean, count = mean + shift * (len(rows) / total), total
-    if not count:
+    each = [(y if y.ndim > 1 else y[:, None]).detach().double().cpu().flatten(0, -2) for y in parts]  # (n, D)
+    if not sum(map(len, each)):
         raise ValueError("expected targets to standardise, got an empty loader; pass the training data")
-    std = (scatter / count).sqrt()
+    rows = torch.cat(each)
+    mean, std = rows.mean(0), rows.std(0, correction=0)
     return {"mean": mean, "std": torch.where(std > 1e-12 * (1 + mean.abs()), std, 1.0)}

@@ -4,15 +4,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.core.loader import Loader
 from dissensus.engine.memory import Memory
-from dissensus.numerics.randomness import generator_states, preserve_random_state
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.arrays import as_dataframe
 from dissensus.utils.progress import Progress
 
@@ -154,11 +153,6 @@ class PartialEpoch:
     examples: int = 0
     total: Tensor | None = None
     seconds: float = 0.0
-
-    @classmethod
-    def start_epoch(cls, loader: Loader, device: torch.device) -> Self:
-        """An empty part of an epoch that begins now."""
-        return cls(*generator_states(device), loader.state())
 
     def remaining_batches(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
         """The loader's batches after this part; the loader is in its state at the beginning of the epoch."""

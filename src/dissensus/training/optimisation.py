@@ -53,9 +53,7 @@ class Optimisation:
                 group["lr"] = rate * factor(default.last_epoch)
         schedule = self.scheduler
         if isinstance(schedule, OneCycleLR) and (needed := schedule.last_epoch + epochs) > schedule.total_steps:
-            wanted = (
-                f"a OneCycleLR of at least {needed} steps, one per epoch"  # torch would raise in the middle of training
-            )
+            wanted = f"a OneCycleLR of at least {needed} steps, one per epoch"  # torch would raise in mid-training
             raise ValueError(f"expected {wanted}, got {schedule.total_steps}; set total_steps")
 
     def end_epoch(self, epoch: Epoch) -> None:

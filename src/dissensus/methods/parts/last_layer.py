@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -104,15 +104,11 @@ def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
         seen.append((name, features, outputs))
         return outputs.clone()  # the network may write into both afterwards
 
-    handles = [
-        layer.register_forward_hook(lambda _, *call, name=name: keep(name, *call), with_kwargs=True)
-        for name, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = layer.register_forward_hook(lambda _, *call, name=name: keep(name, *call), with_kwargs=True)
+            hooks.enter_context(hook)
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] | None = None) -> list[LinearLayer]:
@@ -167,9 +163,7 @@ def add_batch_curvature(
         raise ValueError("expected finite outputs, got NaN or infinity; check the network's weights")
     counted, axis = likelihood.target_mask(y), likelihood.class_axis
     log_prob = likelihood.log_prob(outputs.double(), y)
-    w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
-    if counted is not None:
-        w = w * counted
+    w = expand_weight(weight, log_prob, counted)
     gathered[0].log_likelihood += (w * log_prob).sum()
     hessian = likelihood.curvature(outputs.double(), y)
     w = w.unsqueeze(axis) if w.ndim == outputs.ndim - 1 else w

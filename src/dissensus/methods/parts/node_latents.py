@@ -227,11 +227,8 @@ def find_input_tables(particles: Particles, x: Inputs, whole: Collection[int]) -
     if not beside:
         return []
 
-    def outputs(some: Inputs) -> Tensor:
-        found: Tensor = particles.call(
-            lambda member: batches.call_network(member.network, some), *particles.member_tensors(0)
-        )[0]
-        return found
+    def outputs(some: Inputs) -> Any:
+        return particles.call_first(lambda member: batches.call_network(member.network, some))
 
     once = repeat_rows(outputs(x), 2)
     try:
@@ -262,8 +259,7 @@ def examine_layers(
                 passed = {name for name, layer in layers.items() if layer.seen}
                 return passed, {name for name in passed if node_layers.has_changed_output(layers[name])}
 
-        found: tuple[set[str], set[str]] = particles.call(run, *particles.member_tensors(0))[0]
-        return found
+        return particles.call_first(run)  # type: ignore[no-any-return]
 
     network, names = particles.template.network, list(node_layers.split_by_layer(sites, ones))
     find_called_layers(2)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.likelihoods.tokens import Tokens
 from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
@@ -29,9 +30,9 @@ Gradient = Literal["logit", "log_prob"]
 Repulsion = Literal["1/B", "1/N"] | float
 
 
-def trained_tensors(params: Tensors, trained: Tensors) -> Tensors:
-    """A member's trained tensors by name."""
-    return {name: params[name] for name, tensor in trained.items() if tensor.requires_grad}
+def trained_weights(particles: Particles) -> Tensors:
+    """Name -> (M, ...) the members' own trained tensors, detached."""
+    return {name: tensor.detach() for name, tensor in particles.own_parameters().items() if tensor.requires_grad}
 
 
 def outputs_as_points(outputs: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -115,11 +116,8 @@ def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Itera
         seen.append(output if shift is None else output + shift)
         return seen[-1].clone()  # an in-place activation then changes only the copy
 
-    handle = network.get_submodule(layer).register_forward_hook(hook)
-    try:
+    with network.get_submodule(layer).register_forward_hook(hook):
         yield seen
-    finally:
-        handle.remove()
     if len(seen) != 1:
         got = f"{len(seen)} runs; name another layer"
         raise ValueError(f"expected a layer '{layer}' that runs once per forward pass, got {got}")
