@@ -413,9 +413,16 @@ def standardise_targets(posterior: Posterior, loader: Loader) -> None:
 
 def _mean_and_std(parts: Iterable[Tensor]) -> dict[str, Tensor]:
     """{"mean", "std"} of columns, each (D,), with divisor N; a column that never varies has std 1."""
-    each = [(y if y.ndim > 1 else y[:, None]).detach().double().cpu().flatten(0, -2) for y in parts]  # (n, D)
-    if not sum(map(len, each)):
+    count, mean, scatter = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for y in parts:
+        rows = (y if y.ndim > 1 else y[:, None]).detach().double().cpu().flatten(0, -2)  # (n, D)
+        if not len(rows):
+            continue
+        # Chan, Golub & LeVeque 1979: no loss of digits for large means.
+        total, shift = count + len(rows), rows.mean(0) - mean
+        scatter = scatter + (rows - rows.mean(0)).square().sum(0) + shift**2 * (count * len(rows) / total)
+        mean, count = mean + shift * (len(rows) / total), total
+    if not count:
         raise ValueError("expected targets to standardise, got an empty loader; pass the training data")
-    rows = torch.cat(each)
-    mean, std = rows.mean(0), rows.std(0, correction=0)
+    std = (scatter / count).sqrt()
     return {"mean": mean, "std": torch.where(std > 1e-12 * (1 + mean.abs()), std, 1.0)}
