@@ -117,7 +117,7 @@ def test_stacked_training_equals_separate_training(name, how):
     x, y = tiny.points()
     together = optimizer(posterior.parameters())
     apart = [optimizer(net.parameters()) for net in networks]
-    for _ in range(8):
+    for _ in range(5):
         posterior.zero_grad()
         posterior.backward(x, y)
         together.step()
@@ -139,7 +139,7 @@ def test_fit_trains_members_as_alone(name, engine, how):
     posterior = ds.DeepEnsemble(networks)
     x, y = tiny.points(24)
     loader = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
-    settings = {"epochs": 3, "clip": clip, "accumulate": accumulate, "progress": False}
+    settings = {"epochs": 2, "clip": clip, "accumulate": accumulate, "progress": False}
     ds.fit(posterior, loader, optimizer=optimizer(posterior.parameters()), engine=engine, **settings)
     for i, net in enumerate(networks):
         alone = ds.MAP(net)

@@ -278,7 +278,7 @@ def test_near_equal_members_separate():
     angles = {}
     for posterior in (FoRDE([first, second]), ds.DeepEnsemble([first, second])):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, momentum=0.9)
-        history = ds.fit(posterior, [(x, y)] * 60, epochs=1, optimizer=optimizer, progress=False)
+        history = ds.fit(posterior, [(x, y)] * 36, epochs=1, optimizer=optimizer, progress=False)
         assert math.isfinite(history[-1].loss)
         angles[posterior.name] = angle(posterior, x, y)
     assert angles["deep_ensemble"] < 0.02
@@ -307,7 +307,7 @@ def test_heads_that_start_at_zero_are_no_error_and_soon_repel():
     ensemble.backward(x, y)
     torch.testing.assert_close(flat_gradients(posterior), flat_gradients(ensemble), rtol=0, atol=1e-12)
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-    history = ds.fit(posterior, [(x, y)] * 20, epochs=2, optimizer=optimizer, progress=False)
+    history = ds.fit(posterior, [(x, y)] * 6, epochs=2, optimizer=optimizer, progress=False)
     assert history[1].loss < history[0].loss
     g = input_gradients([posterior.member(i) for i in range(3)], x, y)
     assert float(g.detach().norm(dim=2).min()) > 0
@@ -319,8 +319,8 @@ def test_repulsion_makes_input_gradients_differ():
     x = x + 1.5 * nn.functional.one_hot(y, 4)
     density, loss = {}, {}
     for posterior in (FoRDE(nets, repulsion=0.1), ds.DeepEnsemble(nets)):
-        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
-        history = ds.fit(posterior, [(x, y)] * 60, epochs=1, optimizer=optimizer, progress=False)
+        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.04)
+        history = ds.fit(posterior, [(x, y)] * 30, epochs=1, optimizer=optimizer, progress=False)
         g = input_gradients([posterior.member(i) for i in range(4)], x, y).detach()
         # at a bandwidth that is the same for both: mean cosine between members
         unit = nn.functional.normalize(g, dim=2)

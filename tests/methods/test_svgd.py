@@ -139,7 +139,7 @@ def test_a_conjugate_posterior_is_sampled(space):
         model.networks(100), data_size=20, space=space, likelihood=ds.Regression(noise=model.noise),
         weight_prior_std=model.prior if space == "weight" else None,
     )  # fmt: skip
-    w = model.settle(posterior, steps=400, lr=0.6 if space == "weight" else 1.0)
+    w = model.settle(posterior, steps=120, lr=0.4 if space == "weight" else 0.7)
     mean = model.mean if space == "weight" else model.flat_mean
     covariance = model.covariance if space == "weight" else model.flat_covariance
     torch.testing.assert_close(w.mean(0), mean[:, 0], rtol=0, atol=0.02)
