@@ -17,6 +17,7 @@ from dissensus.methods import LIT, FoRDE
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.numerics.rbf_kernels import input_gradient_log_density
 from refusals import refuses
+from thinning import thinned
 
 STRATEGIES = [strategies.vectorised_gradients, strategies.looped_gradients, strategies.looped_keeping_graphs]
 
@@ -41,26 +42,6 @@ def test_gradients_are_those_of_the_papers_loss(strategy):
     torch.testing.assert_close(got, expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
     nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
     torch.testing.assert_close(found.losses, nll, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("kind", ["dense", "conv"])
-def test_every_way_of_running_members_gives_the_gradients_of_loss_with_batch_norm(strategy, kind):
-    if kind == "dense":
-        make, (x, y) = lambda: tiny.mlp().double(), tiny.points()
-    else:
-        make = lambda: nn.Sequential(  # noqa: E731
-            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
-        ).double()
-        x, y = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.arange(6) % 3
-    posterior = FoRDE([make() for _ in range(3)])
-    other = copy.deepcopy(posterior)
-    found = strategy(posterior, Batch(x, y))
-    other.loss(x, y).backward()
-    for name, parameter in other.particles.own_parameters().items():
-        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
-    for name, buffer in other.particles.own_buffers().items():  # batch statistics move once
-        torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
 
 
 class Token:
@@ -185,9 +166,9 @@ def test_batches_gathered_to_a_step_are_scaled_by_the_rows_of_the_step(engine):
     torch.testing.assert_close(flat_gradients(gathered), flat_gradients(single), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("gradient", ["logit", "log_prob"])
-@pytest.mark.parametrize("weighting", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    ("strategy", "weighting", "gradient"), thinned(STRATEGIES, [False, True], ["logit", "log_prob"], every=2)
+)
 def test_rows_with_void_labels_are_as_if_they_were_not_there(strategy, weighting, gradient):
     nets, (x, y), (noise, _) = networks(), tiny.points(), tiny.points(seed=5)
     void = torch.full_like(y, 7)

@@ -49,7 +49,12 @@ OWN_DRAWS = "function, prior"  # members draw networks of their own from the pri
 NEAR = [f"forde, {b}{pca}" for pca in ("", ", pca") for b in BANDWIDTHS][1:-1]  # kernels have tests of their own
 ALL = often([name for name in METHODS if name not in (*NEAR, OWN_DRAWS)], NEAR)
 # Graphs are kept for coupled members only; in weight space there is nothing to wait for.
-WAYS = [(m, s) for m in REPULSIVE for s in STRATEGIES if not ("weight" in m and s == "loop, graphs kept")]
+WAYS = [
+    (m, s)
+    for m in (*REPULSIVE, "forde, reference")
+    for s in STRATEGIES
+    if not ("weight" in m and s == "loop, graphs kept")
+]
 
 
 def normed(count: int) -> list[nn.Module]:
@@ -71,6 +76,8 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strate
     parameters = {**other.particles.own_parameters(), **other.particles.shared_parameters()}
     for name, parameter in parameters.items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+    for name, buffer in other.particles.own_buffers().items():  # batch statistics move once
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("method", ALL)

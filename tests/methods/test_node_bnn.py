@@ -94,7 +94,9 @@ NETS = {
 
 
 @pytest.mark.parametrize("mode", often(["both"], ["in"]))
-@pytest.mark.parametrize("name", often([name for name in NETS if name not in ("VGG16", "ResNet18")], ["VGG16", "ResNet18"]))
+@pytest.mark.parametrize(
+    "name", often([name for name in NETS if name not in ("VGG16", "ResNet18")], ["VGG16", "ResNet18"])
+)
 def test_all_latents_at_1_reproduce_the_network(name, mode):
     torch.manual_seed(0)
     make, shape = NETS[name]

@@ -337,21 +337,6 @@ def test_norm_layers_are_untouched_and_biases_sampled():
     assert not torch.equal(members[0][0].weight, members[1][0].weight)
 
 
-def test_frozen_parameters_are_left_alone():
-    module = network().double()
-    module[0].requires_grad_(False)
-    posterior, (x, y) = TRADI(module, samples=2), tiny.points(24)
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        posterior.backward(x, y)
-        optimizer.step()
-        posterior.observe(optimizer)
-    assert torch.equal(posterior.draw().member(1)[0].weight, module[0].weight)
-    assert not torch.equal(posterior.draw().member(1)[3].weight, module[3].weight)
-    assert torch.equal(posterior.mean["0.weight"], module[0].weight)
-
-
 def test_it_starts_at_the_current_weights_even_if_they_were_loaded_later():
     module, other = network(), network()
     posterior = TRADI(module)
@@ -510,32 +495,6 @@ def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
     assert torch.equal(posterior.predict(x).member_means, outputs)
     ds.refresh(posterior, loader)
     assert not torch.equal(posterior.predict(x).member_means, outputs)
-
-
-def test_training_goes_on_from_a_file(tmp_path):
-    posterior, (x, y) = watched()[0], tiny.points(24)
-    ds.save(posterior, tmp_path)
-    loaded = ds.load(tmp_path, network())
-    for each in (posterior, loaded):
-        each.train()
-        optimizer = torch.optim.SGD(each.network.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            optimizer.zero_grad()
-            each.backward(x, y)
-            optimizer.step()
-            each.observe(optimizer)
-    assert tiny.largest_difference(posterior.mean, loaded.mean) == 0
-    assert tiny.largest_difference(posterior.variance, loaded.variance) == 0
-
-
-def test_loop_and_vmap_give_the_same_functions():
-    posterior, (x, y) = watched(samples=4)[0], tiny.points(24)
-    ds.refresh(posterior, [(x, y)])
-    posterior.stored[0].how = "loop"
-    looped = posterior(x)
-    posterior.stored[0].how = "vectorised"
-    torch.testing.assert_close(posterior(x), looped, rtol=0, atol=1e-12)
-    assert posterior.stored[0].how == "vectorised"
 
 
 def test_what_cannot_be_observed_or_drawn_from_is_refused():
