@@ -194,7 +194,7 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
     shapes = [tuple(t.shape) for t in batches.input_tensors(batch.x)]
-    key = (engine, str(posterior.device), precision, steps > SHORT_RUN, *shapes)
+    key = (engine, str(posterior.device), precision, on_gpu or steps > SHORT_RUN, *shapes)
     # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
     known: dict[bool, Plan] = posterior.particles.runner.plans.setdefault(key, {})
     for plan in known.values():
