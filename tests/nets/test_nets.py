@@ -102,6 +102,7 @@ def layer_inputs(network: nn.Module) -> list[int]:
     ]
 
 
+@pytest.mark.usefixtures("on_meta")
 def test_vgg16_is_that_of_the_papers():
     """Trinh et al. 2022: 5,251 node latents at the inputs of 13 convolutions and 3 linear layers of 512."""
     plain, normed = (ds.nets.VGG16(batch_norm=batch_norm) for batch_norm in (False, True))
@@ -371,6 +372,7 @@ def test_members_side_by_side_are_those_of_the_loop():
 
 
 # ------------------------------------------------------------------------------------------------ ResNet-50 and PSPNet
+@pytest.mark.usefixtures("on_meta")
 def test_features_are_an_eighth_of_the_image_and_the_dilated_trunk_has_the_plain_ones_weights():
     segmenting, plain = ds.nets.PSPNet(5), ds.nets.ResNet50(5)
     found = segmenting.load_state_dict(plain.state_dict(), strict=False)
