@@ -263,6 +263,7 @@ def test_outputs_and_predictions_have_the_shapes_and_values_of_the_design(build)
     assert posterior.float().predict(x.float()).mean.dtype == torch.float32
 
 
+@few
 @pytest.mark.parametrize("kind", often([dict], [tuple]))
 def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
     a, y = tiny.points()
@@ -307,7 +308,7 @@ def test_regression_learns_its_noise(build):
     before = posterior.predict(x).aleatoric.mean()
     # A step on log σ is about lr: from 3 to below 1 takes log 3 / 0.2 = 5.5 of them.
     optimizer = optimizer_for(posterior, torch.optim.Adam, lr=0.2, own_lr=0.08)
-    ds.fit(posterior, [(x, y)], epochs=15, optimizer=optimizer, progress=False, engine="loop")
+    ds.fit(posterior, [(x, y)], epochs=8, optimizer=optimizer, progress=False, engine="loop")
     predictive = posterior.predict(x)
     assert predictive.mean.shape == predictive.aleatoric.shape == predictive.total.shape == (32, 2)
     assert posterior.name == "hmc" or before == pytest.approx(9.0, rel=1e-6)  # whose chains have moved it
@@ -374,6 +375,7 @@ def test_a_weight_of_two_is_the_example_twice(build):
         assert tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(twice)) < 1e-10
 
 
+@few
 def test_outputs_can_be_differentiated(build):
     posterior, (x, _) = build().eval(), tiny.points()
     x.requires_grad_()
@@ -405,8 +407,8 @@ def test_attacks_follow_the_gradient_of_the_mixture(build):
 def test_training_lowers_the_loss(build):
     posterior, (x, y) = build(), tiny.points(30)
     x = x + 2 * nn.functional.one_hot(y, 4)
-    optimizer = optimizer_for(posterior, torch.optim.Adam, lr=0.05, own_lr=0.5)
-    history = ds.fit(posterior, [(x, y)], epochs=25, optimizer=optimizer, progress=False, engine="loop")
+    optimizer = optimizer_for(posterior, torch.optim.Adam, lr=0.1, own_lr=0.5)
+    history = ds.fit(posterior, [(x, y)], epochs=20, optimizer=optimizer, progress=False, engine="loop")
     assert history[-1].loss < 0.6 * history[0].loss
     accuracy = (posterior.predict(x).mean.argmax(1) == y).double().mean()
     assert accuracy > 0.9
@@ -437,6 +439,7 @@ def test_a_draw_is_fixed_and_its_members_are_its_functions(build):
             posterior.member(i)
 
 
+@few
 def test_a_member_shares_nothing_with_the_posterior(build):
     posterior, (x, y) = build().eval(), tiny.points()
     ds.refresh(posterior, [(x, y)])
@@ -549,6 +552,22 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, method, tmp_p
     assert torch.equal(loaded(x), posterior(x))
 
 
+def test_a_run_that_was_stopped_goes_on_in_another_object_bit_for_bit(build, tmp_path):
+    (x, y), file = tiny.points(24), tmp_path / "run.pt"
+
+    def run(seed, **keywords):
+        torch.manual_seed(0)
+        posterior = build()
+        torch.manual_seed(seed)
+        ds.fit(posterior, [(x[:12], y[:12]), (x[12:], y[12:])], epochs=2, progress=False, **keywords)
+        return tiny.state(posterior)
+
+    whole = run(1)
+    run(1, checkpoint=file, callback=lambda epoch: epoch.epoch == 0, draw=False)
+    resumed = run(2, checkpoint=file)  # its random numbers are those of the checkpoint
+    assert tiny.largest_difference(whole, resumed) == 0
+
+
 @few
 def test_tensors_lie_in_memory_as_they_did_when_they_were_saved(build, template, method, tmp_path):
     posterior = build(tiny.spread_out)
@@ -576,6 +595,7 @@ def test_config_is_json_and_builds_a_skeleton_and_a_stored_draw_has_memory_of_it
     assert (skeleton.prior.std, skeleton.data_size) == (0.5, 12)
 
 
+@few
 def test_a_deep_copy_is_independent(build):
     posterior, (x, y) = build(), tiny.points()
     ds.refresh(posterior, [(x, y)])
@@ -592,6 +612,7 @@ def test_a_deep_copy_is_independent(build):
 # ---------------------------------------------------------------------------------------------------- the rest
 
 
+@few
 def test_before_step_comes_once_for_every_batch_that_is_trained_on_and_steps_are_counted(build, monkeypatch):
     posterior, (x, y) = build(), tiny.points()
     seen, real = [], posterior.before_step
@@ -650,6 +671,7 @@ def test_the_network_trains_in_one_group_and_a_learned_noise_in_another_without_
     assert (network["lr"], network["weight_decay"], noise["lr"], noise["weight_decay"]) == (0.3, decay, 0.3, 0.0)
 
 
+@few
 def test_temperature_one_leaves_predictions_alone_and_a_predictor_gives_what_predict_gives(build):
     posterior, (x, _) = build(), tiny.points()
     before = posterior.predict(x).log_probs

@@ -107,11 +107,11 @@ def test_a_curve_goes_around_what_the_straight_line_goes_over(networks):
     posterior = ds.DeepEnsemble(networks[:2])
     ds.fit(posterior, LOADER, epochs=30, progress=False, optimizer=torch.optim.Adam(posterior.parameters(), lr=0.02))
     straight = ds.landscape.path(posterior, LOADER, points=7)
-    bent = ds.landscape.curve(posterior, LOADER, points=7, epochs=30, lr=0.02)
+    bent = ds.landscape.curve(posterior, LOADER, points=7, epochs=20, lr=0.03)
     assert torch.equal(bent.loss[[0, -1]], straight.loss[[0, -1]])
     assert straight.barrier > 0.1
     assert bent.barrier < 0.5 * straight.barrier
-    assert torch.equal(bent.loss, ds.landscape.curve(posterior, LOADER, points=7, epochs=30, lr=0.02).loss)
+    assert torch.equal(*(ds.landscape.curve(posterior, LOADER, points=3, epochs=2).loss for _ in range(2)))
 
 
 @pytest.mark.parametrize("statistics", ["stored", "recomputed"])

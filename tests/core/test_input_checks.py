@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import dissensus as ds
 import tiny
 from refusals import refuses
+from thinning import thinned
 
 
 def convolutions(outputs=3):
@@ -87,22 +88,20 @@ def test_other_failures_of_a_network_stay_its_own():
             ds.MAP(kind(4, 3)).predict(torch.zeros(5, 4))
 
 
-@every_use
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda net: ds.MAP(net()),
-        lambda net: ds.DeepEnsemble([net(), net()]),
-        lambda net: ds.BatchEnsemble(net(), members=2, modulation=ds.Modulation.sign()),
-        lambda net: ds.NodeBNN(net(), data_size=6, samples=4),
-    ],
-    ids=["map", "ensemble", "batch", "node"],
-)
-def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(use, build):
+BUILDS = {
+    "map": lambda net: ds.MAP(net()),
+    "ensemble": lambda net: ds.DeepEnsemble([net(), net()]),
+    "batch": lambda net: ds.BatchEnsemble(net(), members=2, modulation=ds.Modulation.sign()),
+    "node": lambda net: ds.NodeBNN(net(), data_size=6, samples=4),
+}
+
+
+@pytest.mark.parametrize(("name", "method"), thinned(list(USES), list(BUILDS), every=2))
+def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(name, method):
     def net():
         return nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 3), flat=nn.Flatten(), fc=nn.Linear(4 * 9, 3)))
 
-    posterior = build(net)
+    use, posterior = USES[name], BUILDS[method](net)
     y = torch.arange(6) % 3
     for x, words in (
         (torch.randn(6, 5, 5, 3), r"got \(6, 5, 5, 3\): layer 'conv', .*Conv2d\(3, 4.*instead; .*pass x.movedim\(-1, 1\)"),

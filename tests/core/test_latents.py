@@ -154,21 +154,3 @@ def test_losses_with_random_numbers_run_compiled(traced):
     assert compiled.name == "loop+compiled"  # did not fall back
     assert float(found[0].losses) != float(found[1].losses)
     assert found[0].gradients.keys() == posterior.particles.shared_parameters().keys()
-
-
-@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
-def test_a_stopped_run_goes_on_as_if_it_had_not(make, tmp_path):
-    x, y = tiny.points()
-
-    def run(*stops):
-        torch.manual_seed(0)
-        for stop in stops:
-            posterior = make().double()
-            stopped = (lambda epoch, at=stop: epoch.epoch == at) if stop else None
-            path = tmp_path / "run.pt" if len(stops) > 1 else None
-            ds.fit(
-                posterior, [(x, y)], epochs=4, checkpoint=path, callback=stopped, progress=False, engine="vectorised"
-            )
-        return {name: tensor for name, tensor in tiny.state(posterior).items() if "stored" not in name}
-
-    assert tiny.largest_difference(run(None), run(1, None)) == 0

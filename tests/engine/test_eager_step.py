@@ -48,13 +48,15 @@ def trained(method, case, cuts, *, networks=lambda: nn.Sequential(nn.Linear(4, 5
     return tiny.state(posterior)
 
 
-ALIKE = [(method, case) for method in ("map", "weight_rde", "svgd") for case in CASES]
+MIXED = ("svgd", "weighted")
+ALIKE = [(method, case) for method in ("map", "weight_rde", "svgd") for case in CASES if (method, case) != MIXED]
 
 
 @pytest.mark.parametrize(
     ("method", "case"),
     [
         *thinned(["deep_ensemble", "forde"], list(CASES), every=2),
+        MIXED,
         *(pytest.param(*each, marks=pytest.mark.slow) for each in ALIKE),
     ],
 )

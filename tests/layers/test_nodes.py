@@ -40,8 +40,7 @@ def draws(made, rows=None, seed=0):
     return 1 + 0.5 * torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("mode", ["in", "out", "both"])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "mode"), thinned(list(LAYERS), ["in", "out", "both"], every=2))
 def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mode):
     make, shape = LAYERS[kind]
     torch.manual_seed(0)

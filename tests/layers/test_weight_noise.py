@@ -9,7 +9,7 @@ from dissensus.layers.factored import Kernel
 from dissensus.layers.nodes import use_layer_latents
 from dissensus.methods.mean_field_vi import PerturbedLayer, WeightSpread, perturbed_copy
 
-DRAWS = 8_000
+DRAWS = 4_000
 LAYERS = {
     "linear": (lambda: nn.Linear(5, 4), (5,)),
     "linear without bias": (lambda: nn.Linear(5, 4, bias=False), (5,)),

@@ -15,6 +15,7 @@ import tiny
 from adapters import add_adapters, small_base, storage_bytes
 from dissensus.storage.folder import read_posterior, serialise_posterior
 from refusals import refuses
+from thinning import thinned
 
 WIDE = 256
 KINDS = (
@@ -115,10 +116,9 @@ DRAWN = (
 )
 
 
-@pytest.mark.parametrize(("kind", "settings"), DRAWN)
-@pytest.mark.parametrize("several", [False, True])
-def test_stored_draws_hold_what_is_frozen(kind, settings, several, tmp_path):
-    base, (x, y) = small_base(WIDE), tiny.points()
+@pytest.mark.parametrize(("drawn", "several"), thinned(DRAWN, [False, True], every=2))
+def test_stored_draws_hold_what_is_frozen(drawn, several, tmp_path):
+    (kind, settings), base, (x, y) = drawn, small_base(WIDE), tiny.points()
     networks = ds.DeepEnsemble(add_adapters, members=2, base=base).particles if several else add_adapters(base)
     posterior = kind(networks, **settings)
     ds.fit(posterior, [(x, y)] * 8, epochs=1, progress=False)

@@ -138,7 +138,7 @@ def slope_of_overlap(widths, seeds):
 
 def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_width():
     """The slope's own error over 12 seeds and 4 inputs is about 0.06."""
-    assert slope_of_overlap([64, 128, 256, 512], 12) == pytest.approx(-0.5, abs=0.15)
+    assert slope_of_overlap([32, 64, 128, 256], 12) == pytest.approx(-0.5, abs=0.15)
 
 
 @pytest.mark.slow
@@ -421,17 +421,12 @@ def test_the_note_on_few_effective_members_does_not_blame_modulations_that_are_a
 
 
 def test_a_network_of_the_library_is_loaded_without_being_passed(tmp_path):
-    posterior = ds.BatchEnsemble(
-        ds.nets.ResNet(20), members=3, modulation=SIGN, form="talk", regime=2, layers=["layer*"]
-    )
+    kept = {"form": "talk", "layers": ["layer*"]}
+    posterior = ds.BatchEnsemble(ds.nets.ResNet(8), members=3, modulation=SIGN, regime=2, **kept)
     ds.save(posterior, tmp_path)
-    loaded, x = ds.load(tmp_path), torch.randn(2, 3, 32, 32)
-    assert (loaded.modulation, loaded.gamma, loaded.layers, loaded.config()) == (
-        SIGN,
-        2.0,
-        ["layer*"],
-        posterior.config(),
-    )
+    loaded, x = ds.load(tmp_path), torch.randn(2, 3, 16, 16)
+    assert (loaded.modulation, loaded.gamma, loaded.config()) == (SIGN, 2.0, posterior.config())
+    assert loaded.layers == ["layer*"]
     assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 

@@ -58,37 +58,23 @@ OFTEN = ["map", "forde", "feature_rde", "node_bnn", "mean_field_vi"]  # each cal
 SPLIT = OFTEN, [name for name in METHODS if name not in OFTEN]
 
 
+def segmented(logits: Tensor, hidden: Tensor) -> OrderedDict[str, Tensor]:
+    """As torchvision's networks for segmentation return them."""
+    return OrderedDict(out=logits, aux=hidden)
+
+
 @pytest.mark.parametrize("method", often(*SPLIT))
-def test_outputs_by_name_give_what_their_logits_alone_give(method):
+def test_outputs_by_name_give_what_their_logits_alone_give_and_an_aux_head_is_not_taken(method):
     torch.manual_seed(0)
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     found = []
-    for make in (Named, partial(Named, dict), Plain):
+    for make in (Named, partial(Named, dict), partial(Named, segmented), Plain):
         torch.manual_seed(1)
         posterior = METHODS[method](make)
         optimizer = torch.optim.SGD(posterior.parameter_groups(lr=0.1))
         ds.fit(posterior, [(x, y)] * 3, epochs=1, optimizer=optimizer, progress=False)
         found.append(posterior.predict(x).mean)
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[2])
-
-
-@pytest.mark.parametrize("method", often(*SPLIT))
-def test_outputs_named_out_are_taken_and_an_aux_head_is_not(method):
-    """As torchvision's networks for segmentation return them."""
-
-    def segmented(logits: Tensor, hidden: Tensor) -> OrderedDict[str, Tensor]:
-        return OrderedDict(out=logits, aux=hidden)
-
-    x, y = torch.randn(8, 4), torch.arange(8) % 3
-    found = []
-    for make in (partial(Named, segmented), Plain):
-        torch.manual_seed(1)
-        posterior = METHODS[method](make)
-        optimizer = torch.optim.SGD(posterior.parameter_groups(lr=0.1))
-        ds.fit(posterior, [(x, y)] * 3, epochs=1, optimizer=optimizer, progress=False)
-        found.append(posterior.predict(x).mean)
-    assert torch.equal(found[0], found[1])
+    assert all(torch.equal(each, found[-1]) for each in found)
     assert batches.output_tensor({"out": x, "logits": y}) is y
 
 

@@ -46,9 +46,15 @@ METHODS = {
     "lit": lambda nets: LIT(nets, strength=0.7),
 }
 OWN_DRAWS = "function, prior"  # members draw networks of their own from the prior
-ALL = [name for name in METHODS if name != OWN_DRAWS]
+NEAR = [f"forde, {b}{pca}" for pca in ("", ", pca") for b in BANDWIDTHS][1:-1]  # kernels have tests of their own
+ALL = often([name for name in METHODS if name not in (*NEAR, OWN_DRAWS)], NEAR)
 # Graphs are kept for coupled members only; in weight space there is nothing to wait for.
-WAYS = [(m, s) for m in REPULSIVE for s in STRATEGIES if not ("weight" in m and s == "loop, graphs kept")]
+WAYS = [
+    (m, s)
+    for m in (*REPULSIVE, "forde, reference")
+    for s in STRATEGIES
+    if not ("weight" in m and s == "loop, graphs kept")
+]
 
 
 def normed(count: int) -> list[nn.Module]:
@@ -70,6 +76,8 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strate
     parameters = {**other.particles.own_parameters(), **other.particles.shared_parameters()}
     for name, parameter in parameters.items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+    for name, buffer in other.particles.own_buffers().items():  # batch statistics move once
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -106,7 +114,7 @@ def test_one_member_is_exactly_a_map_network(method):
     alone, single = METHODS[method]([net]), ds.MAP(copy.deepcopy(net))
     for posterior in (alone, single):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-        ds.fit(posterior, [(x, y)], epochs=5, optimizer=optimizer, progress=False)
+        ds.fit(posterior, [(x, y)], epochs=2, optimizer=optimizer, progress=False)
     assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
     assert alone.interaction is None
 
@@ -126,8 +134,8 @@ def test_near_equal_members_separate_and_do_not_explode(method):
     nets, (x, y) = nearly_equal(1e-3, tiny.mlp), tiny.points()
 
     def distance_after(posterior) -> float:
-        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05)
-        ds.fit(posterior, [(x, y)] * 20, epochs=1, optimizer=optimizer, progress=False)
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+        ds.fit(posterior, [(x, y)] * 10, epochs=1, optimizer=optimizer, progress=False)
         members = posterior.predict(x).log_probs
         assert bool(members.isfinite().all())
         return float((members[0] - members[1]).norm())
@@ -328,8 +336,8 @@ def test_training_makes_gradients_orthogonal():
     cosines = {}
     for strength in (0.0, 3.0):
         posterior = LIT(copy.deepcopy(nets), strength=strength)
-        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
-        ds.fit(posterior, [(x, y)] * 40, epochs=1, optimizer=optimizer, progress=False)
+        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.04)
+        ds.fit(posterior, [(x, y)] * 20, epochs=1, optimizer=optimizer, progress=False)
         g = input_gradients([posterior.member(i) for i in range(3)], x, y)
         cosines[strength] = float(penalty(g).detach())
     assert cosines[3.0] < 0.3 * cosines[0.0]

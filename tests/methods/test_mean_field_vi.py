@@ -98,17 +98,17 @@ NETWORKS = {
 def test_the_loss_is_the_mean_nll_of_drawn_functions_plus_kl_over_n(make, apart):
     torch.manual_seed(1)
     x, y = tiny.points(3)
-    posterior = ds.MeanFieldVI(make().double(), init_std=0.6, samples=400, train_samples=20, **SIZED).eval()
+    posterior = ds.MeanFieldVI(make().double(), init_std=0.6, samples=200, train_samples=20, **SIZED).eval()
     cost = float(posterior.kl()) / 24
     with torch.no_grad():
-        losses = torch.stack([posterior.loss(x, y) for _ in range(20)]) - cost
+        losses = torch.stack([posterior.loss(x, y) for _ in range(12)]) - cost
         each = posterior.draw()(x)  # (S, B, C)
     assert posterior._layers == apart
     assert list(posterior.account.converted) == apart
     nll = torch.stack([nn.functional.cross_entropy(outputs, y) for outputs in each])
     error = (losses.var() / len(losses) + nll.var() / len(nll)).sqrt()
     assert abs(float(losses.mean() - nll.mean())) < 4 * float(error)
-    assert float(error) < 0.15
+    assert float(error) < 0.2
 
 
 def test_a_layer_that_is_called_twice_has_the_same_weights_both_times():
@@ -118,11 +118,11 @@ def test_a_layer_that_is_called_twice_has_the_same_weights_both_times():
     posterior = ds.MeanFieldVI(network, init_std=1.0, train_samples=200, likelihood=ds.Regression(noise=1.0), **SIZED)
     one = torch.ones(1, 1, dtype=torch.float64)
     with torch.no_grad():
-        losses = torch.stack([posterior.loss(one, 0 * one) for _ in range(16)])
+        losses = torch.stack([posterior.loss(one, 0 * one) for _ in range(8)])
     fourth = 0.5**4 + 6 * 0.5**2 + 3  # E w⁴ at σ = 1
     expected = fourth / 2 + 0.5 * float(torch.tensor(2 * torch.pi).log()) + float(posterior.kl()) / 24
-    assert float(losses.mean()) == pytest.approx(expected, abs=4 * float(losses.std()) / 16**0.5)
-    assert float(losses.std()) / 16**0.5 < 0.2  # two draws would have E w² E w² / 2 in place of E w⁴ / 2: 1.5 less
+    assert float(losses.mean()) == pytest.approx(expected, abs=4 * float(losses.std()) / 8**0.5)
+    assert float(losses.std()) / 8**0.5 < 0.25  # two draws would have E w² E w² / 2 in place of E w⁴ / 2: 1.5 less
 
 
 @pytest.mark.parametrize("std", [0.7, {"0.*": 0.3, "*": 2.0}], ids=["number", "table"])
@@ -223,34 +223,6 @@ def test_activation_checkpointing_would_draw_other_noise_and_is_an_error():
 
     posterior = ds.MeanFieldVI(tiny.Network(run_again, a=nn.Linear(4, 5), b=nn.Linear(5, 3)).double(), **SIZED)
     refuses(lambda: posterior.backward(*tiny.points()), "got 'a' run again in the backward pass, without its noise")
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: ds.MeanFieldVI(tiny.mlp(0.2).double(), samples=2, **SIZED),
-        pytest.param(
-            lambda: ds.MeanFieldVI([tiny.mlp().double() for _ in range(2)], samples=2, **SIZED), marks=pytest.mark.slow
-        ),
-        lambda: ds.RankOneBNN(tiny.mlp().double(), components=2, samples=2, **SIZED),
-    ],
-    ids=["mean_field_vi", "two networks", "rank_one_bnn"],
-)
-def test_a_run_that_was_interrupted_goes_on_bit_for_bit(build, tmp_path):
-    x, y = tiny.points(24)
-    loader = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
-
-    def run(*lengths, path):
-        for epochs in lengths:
-            torch.manual_seed(0)
-            posterior = build()
-            optimizer = torch.optim.Adam(posterior.parameter_groups(0.01))
-            ds.fit(posterior, loader, epochs=epochs, optimizer=optimizer, checkpoint=path, progress=False)
-        return posterior
-
-    whole, parts = run(4, path=tmp_path / "a.pt"), run(2, 4, path=tmp_path / "b.pt")
-    assert tiny.largest_difference(tiny.state(whole), tiny.state(parts)) == 0
-    assert torch.equal(whole.predict(x).member_means, parts.predict(x).member_means)
 
 
 def test_a_table_of_deviations_is_saved_and_loaded(tmp_path):

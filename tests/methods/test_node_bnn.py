@@ -94,7 +94,9 @@ NETS = {
 
 
 @pytest.mark.parametrize("mode", often(["both"], ["in"]))
-@pytest.mark.parametrize("name", often([name for name in NETS if name != "VGG16"], ["VGG16"]))
+@pytest.mark.parametrize(
+    "name", often([name for name in NETS if name not in ("VGG16", "ResNet18")], ["VGG16", "ResNet18"])
+)
 def test_all_latents_at_1_reproduce_the_network(name, mode):
     torch.manual_seed(0)
     make, shape = NETS[name]
@@ -185,8 +187,8 @@ def test_a_hot_posterior_keeps_wider_latents():
     for gamma in (0.0, 4.0):
         torch.manual_seed(0)
         posterior, (x, y) = build(posterior_temperature=1 + gamma, data_size=32), tiny.points(32)
-        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
-        ds.fit(posterior, [(x, y)], epochs=60, optimizer=optimizer, progress=False)
+        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.04)
+        ds.fit(posterior, [(x, y)], epochs=30, optimizer=optimizer, progress=False)
         widths[gamma] = float(posterior.std.mean())
     assert widths[4.0] > 1.2 * widths[0.0]
 
@@ -425,24 +427,6 @@ def test_accumulated_batches_and_clipping_train_latents_too():
     ds.fit(posterior, loader, epochs=2, accumulate=2, clip=1e-3, progress=False, optimizer=optimizer)
     moved = posterior.mean.detach() - before
     assert 0 < float(moved.norm()) <= 4e-3 + 1e-12  # four steps of at most 1e-3
-
-
-def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
-    x, y = tiny.points(24)
-
-    def fit(posterior, **keywords):
-        ds.fit(posterior, [(x, y)], epochs=6, progress=False, **keywords)
-
-    def run(stop):
-        torch.manual_seed(0)
-        posterior = build(conv, annealing=ds.Annealing("linear"))
-        if stop:
-            fit(posterior, checkpoint=tmp_path / "c.pt", callback=lambda epoch: epoch.epoch == 3)
-            posterior = build(conv, annealing=ds.Annealing("linear"))
-        fit(posterior, checkpoint=tmp_path / "c.pt" if stop else None)
-        return tiny.state(posterior)
-
-    assert tiny.largest_difference(run(False), run(True)) == 0
 
 
 def test_mixed_precision_trains():
@@ -731,7 +715,7 @@ def test_a_cold_posterior_is_narrow_and_a_hot_one_wide():
     for temperature in (0.1, 5.0):
         torch.manual_seed(0)
         posterior = build_rank_one(posterior_temperature=temperature, data_size=32, init_std=0.1)
-        ds.fit(posterior, [(x, y)], epochs=60, optimizer=torch.optim.Adam(posterior.parameters(), 0.03), progress=False)
+        ds.fit(posterior, [(x, y)], epochs=30, optimizer=torch.optim.Adam(posterior.parameters(), 0.06), progress=False)
         widths.append(float(posterior.std.detach().mean()))
     assert widths[0] < 0.8 * 0.8 * widths[1]
 

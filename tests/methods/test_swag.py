@@ -204,25 +204,6 @@ def test_norm_layers_are_sampled_with_statistics_that_belong_to_them():
         torch.testing.assert_close(member[1].running_var, variance, rtol=0, atol=1e-12)
 
 
-def test_training_resumes_from_a_checkpoint_with_its_snapshots(tmp_path):
-    def run(stop):
-        torch.manual_seed(0)
-        posterior, (x, y) = SWAG(tiny.mlp().double(), rank=3, samples=2), tiny.points(24)
-        loader = [(x[i : i + 6], y[i : i + 6]) for i in (0, 6, 12, 18)]
-        file = tmp_path / f"{stop}.pt"
-        if stop is not None:
-            ds.fit(posterior, loader, epochs=6, progress=False, checkpoint=file, callback=lambda e: e.epoch == stop)
-            torch.manual_seed(5)
-            posterior = SWAG(tiny.mlp().double(), rank=3, samples=2)
-        ds.fit(posterior, loader, epochs=6, progress=False, checkpoint=file)
-        return posterior
-
-    whole, resumed = run(None), run(4)
-    assert tiny.largest_difference(whole.mean, resumed.mean) == 0
-    assert torch.equal(whole.recorder.deviations, resumed.recorder.deviations)
-    assert int(whole.recorder.snapshots.taken) == int(resumed.recorder.snapshots.taken) == 6
-
-
 @pytest.mark.parametrize("method", [SWAG, SWA])
 def test_drawing_before_the_first_snapshot_is_refused(method):
     posterior = method(Scalars(), start=5)

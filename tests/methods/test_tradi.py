@@ -214,7 +214,7 @@ def test_float32_filters_stay_close_to_the_float64_ones():
         torch.manual_seed(0)
         module, (x, y) = network().to(dtype), tiny.points(24)
         posterior, optimizer = TRADI(module), torch.optim.Adam(module.parameters(), lr=0.01)
-        for _ in range(100):
+        for _ in range(40):
             optimizer.zero_grad()
             posterior.backward(x.to(dtype), y)
             optimizer.step()
@@ -337,21 +337,6 @@ def test_norm_layers_are_untouched_and_biases_sampled():
     assert not torch.equal(members[0][0].weight, members[1][0].weight)
 
 
-def test_frozen_parameters_are_left_alone():
-    module = network().double()
-    module[0].requires_grad_(False)
-    posterior, (x, y) = TRADI(module, samples=2), tiny.points(24)
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        posterior.backward(x, y)
-        optimizer.step()
-        posterior.observe(optimizer)
-    assert torch.equal(posterior.draw().member(1)[0].weight, module[0].weight)
-    assert not torch.equal(posterior.draw().member(1)[3].weight, module[3].weight)
-    assert torch.equal(posterior.mean["0.weight"], module[0].weight)
-
-
 def test_it_starts_at_the_current_weights_even_if_they_were_loaded_later():
     module, other = network(), network()
     posterior = TRADI(module)
@@ -407,7 +392,7 @@ DEVIATIONS = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.0], dtype=torch.float64)
     ],
 )
 def test_samples_have_the_covariance_of_the_paper(covariance, bandwidth):
-    n = 2000
+    n = 1000
     drawn = sampled(covariance, weights=WEIGHTS, deviations=DEVIATIONS, samples=n, bandwidth=bandwidth, features=20)
     standard = (drawn - 1.0) / DEVIATIONS  # (S, K), variance 1
     # E of a product over its standard error; fourth moments of the features are at most 3 (1 + 1/(2D)) < 3.2
@@ -432,15 +417,16 @@ def test_released_phases_differ_from_weight_to_weight():
 def test_tensors_of_one_sample_are_drawn_apart():
     torch.manual_seed(0)
     module = nn.Linear(1, 1).double()
-    posterior = TRADI(module, samples=4000)
+    n = 1500
+    posterior = TRADI(module, samples=n)
     for variance in posterior.filters.variance.values():
         variance.fill_(1.0)
     posterior.filters.observed.add()
     drawn = tiny.sampled(posterior)
     weight = drawn["weight"].flatten() - posterior.mean["weight"].flatten()
     bias = drawn["bias"].flatten() - posterior.mean["bias"]
-    assert abs(float((weight * bias).mean())) < 4 / 4000**0.5
-    assert float(weight.var()) == pytest.approx(1.0, abs=4 * (2.2 / 4000) ** 0.5)
+    assert abs(float((weight * bias).mean())) < 4 / n**0.5
+    assert float(weight.var()) == pytest.approx(1.0, abs=4 * (2.2 / n) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +437,7 @@ def test_tensors_of_one_sample_are_drawn_apart():
     ],
 )
 def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation, bandwidth):
-    n = 2000
+    n = 1000
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
     posterior = TRADI(module, samples=n, features=20, bandwidth=bandwidth, correlation=correlation)
@@ -511,32 +497,6 @@ def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
     assert not torch.equal(posterior.predict(x).member_means, outputs)
 
 
-def test_training_goes_on_from_a_file(tmp_path):
-    posterior, (x, y) = watched()[0], tiny.points(24)
-    ds.save(posterior, tmp_path)
-    loaded = ds.load(tmp_path, network())
-    for each in (posterior, loaded):
-        each.train()
-        optimizer = torch.optim.SGD(each.network.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            optimizer.zero_grad()
-            each.backward(x, y)
-            optimizer.step()
-            each.observe(optimizer)
-    assert tiny.largest_difference(posterior.mean, loaded.mean) == 0
-    assert tiny.largest_difference(posterior.variance, loaded.variance) == 0
-
-
-def test_loop_and_vmap_give_the_same_functions():
-    posterior, (x, y) = watched(samples=4)[0], tiny.points(24)
-    ds.refresh(posterior, [(x, y)])
-    posterior.stored[0].how = "loop"
-    looped = posterior(x)
-    posterior.stored[0].how = "vectorised"
-    torch.testing.assert_close(posterior(x), looped, rtol=0, atol=1e-12)
-    assert posterior.stored[0].how == "vectorised"
-
-
 def test_what_cannot_be_observed_or_drawn_from_is_refused():
     posterior, (x, y) = TRADI(network().double()), tiny.points()
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (posterior, network()))
@@ -584,10 +544,19 @@ def test_at_most_ten_looks_are_spread_over_the_last_quarter_and_the_last_epoch_i
     assert looked_at(30, TRADI(network().double())) == []  # which has observed nothing
 
 
-def test_the_filters_of_the_best_look_are_kept_and_not_those_of_the_networks_best_epoch():
+def test_the_filters_of_the_best_look_are_kept_and_validation_is_of_the_network_in_training():
     torch.manual_seed(0)
-    posterior, seen = TRADI(network().double(), state_noise=(1.0, 0.5)), []
-    history = fitted(posterior, callback=lambda epoch: seen.append(copy.deepcopy(tiny.state(posterior))))
+    posterior, seen, losses = TRADI(network().double(), state_noise=(1.0, 0.5)), [], []
+    x, y = tiny.points(15, seed=1)
+
+    def note(epoch):
+        seen.append(tiny.state(posterior))
+        with torch.no_grad():
+            losses.append(float(nn.functional.cross_entropy(posterior.network.eval()(x), y)))
+
+    history = fitted(posterior, callback=note)
+    assert [epoch.validation for epoch in history.epochs] == pytest.approx(losses, rel=1e-12)
+    assert posterior.current().members == 1
     looked = {epoch.epoch: epoch.look for epoch in history.epochs if epoch.look is not None}
     assert list(looked) == looked_at(16) == [12, 13, 14, 15]
     best = min(looked, key=looked.get)
@@ -601,21 +570,6 @@ def test_the_filters_of_the_best_look_are_kept_and_not_those_of_the_networks_bes
     assert posterior.filters._gains(2 * (best + 1) + 1) == TRADI(
         network().double(), state_noise=(1.0, 0.5)
     ).filters._gains(2 * (best + 1) + 1)
-
-
-def test_validation_itself_is_of_the_network_in_training_at_every_epoch():
-    torch.manual_seed(0)
-    posterior, expected = TRADI(network().double(), state_noise=(1.0, 0.5)), []
-    x, y = tiny.points(15, seed=1)
-
-    def note(epoch):
-        with torch.no_grad():
-            posterior.network.eval()
-            expected.append(float(nn.functional.cross_entropy(posterior.network(x), y)))
-
-    history = fitted(posterior, callback=note)
-    assert [epoch.validation for epoch in history.epochs] == pytest.approx(expected, rel=1e-12)
-    assert posterior.current().members == 1
 
 
 def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_inputs():
@@ -666,8 +620,8 @@ def test_a_stopped_run_goes_on_with_its_best_look(tmp_path):
 def test_patience_waits_for_a_look():
     torch.manual_seed(0)
     posterior = TRADI(network().double(), state_noise=(1.0, 0.5))
-    history = fitted(posterior, epochs=100, rate=0.3, patience=1)
-    assert len(history) - 1 in looked_at(100)
+    history = fitted(posterior, epochs=40, rate=0.3, patience=1)
+    assert len(history) - 1 in looked_at(40)
     assert history[-1].look > history[history.best].look
 
 
@@ -685,14 +639,14 @@ def test_the_variance_is_that_of_a_network_that_still_moves():
 
     def deviation(schedule) -> float:
         torch.manual_seed(0)
-        posterior = TRADI(network().double(), state_noise=(1.0, 0.5))  # a memory of 3 and 5 steps
+        posterior = TRADI(network().double(), state_noise=(10.0, 5.0))  # a memory of 1.6 and 2 steps
         optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
-        schedule = posterior.default_schedule(200) if schedule is None else schedule
+        schedule = posterior.default_schedule(60) if schedule is None else schedule
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        ds.fit(posterior, [(x, y)], epochs=200, optimizer=optimizer, scheduler=scheduler, progress=False)
+        ds.fit(posterior, [(x, y)], epochs=60, optimizer=optimizer, scheduler=scheduler, progress=False)
         return sum(float(v.sum()) for v in posterior.filters.variance.values()) ** 0.5
 
-    dead = deviation(lambda epoch: plateau_linear(epoch / 200))
+    dead = deviation(lambda epoch: plateau_linear(epoch / 60))
     assert deviation(None) > 5 * dead
 
 

@@ -114,7 +114,7 @@ def test_one_example_and_equal_differences_have_no_interval_and_no_p():
     assert all(map(math.isnan, one[1:]))
 
 
-@pytest.mark.parametrize("n", often([2, 5, 30], [3, 10]))
+@pytest.mark.parametrize("n", often([2, 30], [3, 5, 10]))
 def test_few_examples_are_compared_by_the_t_test(n):
     found = [metrics.paired_test(values(n, s), values(n, s + 500), resamples=300, seed=s).p_value for s in range(400)]
     # 5 % of 400 have a standard deviation of 1.1 points

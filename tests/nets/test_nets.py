@@ -102,6 +102,7 @@ def layer_inputs(network: nn.Module) -> list[int]:
     ]
 
 
+@pytest.mark.usefixtures("on_meta")
 def test_vgg16_is_that_of_the_papers():
     """Trinh et al. 2022: 5,251 node latents at the inputs of 13 convolutions and 3 linear layers of 512."""
     plain, normed = (ds.nets.VGG16(batch_norm=batch_norm) for batch_norm in (False, True))
@@ -275,7 +276,18 @@ SMALL_NETS = {
     "LeNet": (lambda: ds.nets.LeNet(3, size=16), (1, 16, 16)),
     "AlexNet": (lambda: ds.nets.AlexNet(3, channels=1, hidden=4), (1, 63, 63)),
     "VGG16": (lambda: ds.nets.VGG16(3, head="large", hidden=4, dropout=0.1, batch_norm=False), (3, 32, 32)),
+    "ENet": (lambda: ds.nets.ENet(3, dropout=0.2), (3, 16, 24)),
 }
+PIXELS = [
+    "deep_ensemble",
+    "mc_dropout",
+    "gaussian_perturbation",
+    "swag",
+    "tradi",
+    "batch_ensemble",
+    "node_bnn",
+    "forde",
+]
 ENDS = {"LeNet": "head", "AlexNet": "classifier", "VGG16": "head"}  # the last linear layers, one Sequential
 KEYWORDS = {
     "mc_dropout": {"rate": 0.1, "samples": 2},
@@ -303,7 +315,7 @@ OFTEN |= {("AlexNet", "node_bnn")}
 
 def pairs():
     for network in SMALL_NETS:
-        for method in ds.METHODS:
+        for method in PIXELS if network == "ENet" else ds.METHODS:
             quick = (network, method) in OFTEN
             yield pytest.param(network, method, marks=() if quick else pytest.mark.slow, id=f"{network}-{method}")
 
@@ -323,12 +335,14 @@ def test_it_trains_predicts_and_comes_back(network, method, tmp_path):
         keywords |= {"layer": f"{ENDS[network]}.{last[-2]}", "head": f"{ENDS[network]}.{last[-1]}"}
     posterior = kind([make(), make()] if several else make(), **keywords)
     x, y = torch.randn(4, *shape), torch.tensor([0, 1, 2, 0])
+    if network == "ENet":  # a class for every pixel
+        y = y[:, None, None].expand(4, *shape[1:])
     if hasattr(posterior, "fit_posthoc"):
         posterior.fit_posthoc([(x, y)])
     else:
         ds.fit(posterior, [(x, y), (x.flip(0), y.flip(0))], epochs=1, progress=False)
     predictive = posterior.predict(x)
-    assert predictive.member_means.shape[1:] == (4, 3)
+    assert predictive.member_means.shape[1:3] == (4, 3)
     assert predictive.member_means.isfinite().all()
     ds.save(posterior, tmp_path / "posterior")
     assert torch.equal(ds.load(tmp_path / "posterior").predict(x).member_means, predictive.member_means)
@@ -357,47 +371,8 @@ def test_members_side_by_side_are_those_of_the_loop():
     torch.testing.assert_close(ensemble(x), side_by_side, rtol=0, atol=1e-10)
 
 
-def nets(count: int = 2) -> list[torch.nn.Module]:
-    return [ds.nets.ENet(3, dropout=0.2) for _ in range(count)]
-
-
-POSTERIORS = {
-    "deep_ensemble": lambda **keywords: ds.DeepEnsemble(nets(), **keywords),
-    "mc_dropout": lambda **keywords: ds.MCDropout(*nets(1), samples=2, **keywords),
-    "perturbation": lambda **keywords: ds.GaussianPerturbation(*nets(1), samples=2, **keywords),
-    "swag": lambda **keywords: ds.SWAG(*nets(1), samples=2, rank=2, start=0, every=1, **keywords),
-    "tradi": lambda **keywords: ds.TRADI(*nets(1), samples=2, **keywords),
-    "batch_ensemble": lambda **keywords: ds.BatchEnsemble(
-        *nets(1), members=2, modulation=ds.Modulation.normal(1.0, 0.1), **keywords
-    ),
-    "node_bnn": lambda **keywords: ds.NodeBNN(*nets(1), components=2, samples=2, data_size=4, **keywords),
-    "forde": lambda **keywords: ds.FoRDE(nets(), **keywords),
-}
-
-
-CUTS_LAYERS = ("batch_ensemble",)  # it cuts layers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in CUTS_LAYERS else pytest.param(name, marks=pytest.mark.slow) for name in POSTERIORS]
-)
-def test_every_posterior_trains_predicts_and_comes_back_bit_for_bit(name, tmp_path):
-    images, masks = torch.rand(2, 3, 16, 24), torch.randint(3, (2, 16, 24), dtype=torch.uint8)
-    masks[:, :2] = ds.data.VOID
-    likelihood = ds.Classification(ds.data.VOID, class_weights=ds.data.class_weights(masks, 3))
-    posterior = POSTERIORS[name](likelihood=likelihood)
-    augment = ds.data.SegmentationAugmentation(seed=0)
-    loader = ds.data.Batches(images, masks, batch_size=1, augment=augment)
-    ds.fit(posterior, loader, epochs=1, progress=False)
-    predictive = posterior.predict(images)
-    assert predictive.member_means.shape == (2, 2, 3, 16, 24)
-    ds.save(posterior, tmp_path / "posterior")
-    loaded = ds.load(tmp_path / "posterior")
-    assert torch.equal(loaded.predict(images).member_means, predictive.member_means)
-
-
 # ------------------------------------------------------------------------------------------------ ResNet-50 and PSPNet
+@pytest.mark.usefixtures("on_meta")
 def test_features_are_an_eighth_of_the_image_and_the_dilated_trunk_has_the_plain_ones_weights():
     segmenting, plain = ds.nets.PSPNet(5), ds.nets.ResNet50(5)
     found = segmenting.load_state_dict(plain.state_dict(), strict=False)

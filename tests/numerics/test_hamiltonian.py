@@ -41,11 +41,11 @@ def correlated(dimension):
 def test_chains_sample_a_gaussian(dimension):
     precision, mean = correlated(dimension), torch.linspace(-2, 2, dimension, dtype=torch.float64)
     covariance = torch.linalg.inv(precision)
-    chains = run(gaussian(precision, mean), torch.zeros(4, dimension, dtype=torch.float64), samples=600)
-    whitened = (chains.draws - mean) @ torch.linalg.cholesky(precision)  # (4, 600, P), independent under the target
+    chains = run(gaussian(precision, mean), torch.zeros(4, dimension, dtype=torch.float64), samples=400, warmup=200)
+    whitened = (chains.draws - mean) @ torch.linalg.cholesky(precision)  # (4, 400, P), independent under the target
     assert bool((split_rhat(whitened) < 1.02).all())
     n = effective_sample_size(whitened)  # (P,), of means
-    assert bool((n > 400).all())
+    assert bool((n > 250).all())
     flat = whitened.flatten(0, 1)
     assert bool((flat.mean(0).abs() < 4.5 / n.sqrt()).all())
     # Entries of the covariance, of products of two coordinates: their draws' own effective number.
@@ -58,7 +58,8 @@ def test_chains_sample_a_gaussian(dimension):
 @pytest.mark.parametrize("target", [0.8, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.6, 0.9))])
 def test_dual_averaging_finds_the_step_size_of_the_target(target):
     precision = torch.diag(torch.linspace(0.5, 4, 100, dtype=torch.float64))
-    chains = run(gaussian(precision), torch.randn(4, 100, dtype=torch.float64), target=target, leapfrog=6, warmup=700)
+    start = torch.randn(4, 100, dtype=torch.float64)
+    chains = run(gaussian(precision), start, target=target, leapfrog=6, warmup=700, samples=250)
     # Sizes are averaged in the logarithm, and the acceptance falls the faster the larger they are: it ends a little above.
     assert float((chains.acceptance - target).abs().max()) < 0.06
     assert bool((chains.step_size < 2 / math.sqrt(4)).all())  # the leapfrog step is stable below 2 / ω
@@ -110,7 +111,7 @@ def test_a_chain_never_enters_where_the_energy_is_not_finite():
         inside = q[:, 0] >= 0
         return torch.where(inside, q[:, 0] ** 2 / 2, math.nan), torch.where(inside[:, None], q, math.nan)
 
-    chains = run(energy, torch.ones(2, 1, dtype=torch.float64), samples=1000, leapfrog=3, warmup=200)
+    chains = run(energy, torch.ones(2, 1, dtype=torch.float64), samples=500, leapfrog=3, warmup=150)
     assert bool((chains.draws >= 0).all())
     n = effective_sample_size(chains.draws)
     std = math.sqrt(1 - 2 / math.pi)

@@ -144,7 +144,7 @@ class RecalibratedRegression(SummaryPredictive):
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), for each output separately."""
-        below: Tensor = torch.special.ndtr(self._scores(match_targets(y, self._at.shape[1:])[None]))
+        below: Tensor = torch.special.ndtr(self.scores(match_targets(y, self._at.shape[1:])[None]))
         return below[0]
 
     def quantile(self, q: float) -> Tensor:
@@ -178,7 +178,7 @@ class RecalibratedRegression(SummaryPredictive):
         means, variances, at, value = self._described
         return RecalibratedRegression(means, variances * temperature**2, at, value)
 
-    def _scores(self, y: Tensor) -> Tensor:
+    def scores(self, y: Tensor) -> Tensor:
         """(n, B, D) g(Φ⁻¹(F(y))) at y (n, B, D)."""
         return interpolate_knots(normal_scores(*self._mixture, y), self._at, self._value)
 
@@ -200,7 +200,7 @@ class RecalibratedRegression(SummaryPredictive):
             inner = torch.where(steps % 2 == 1, 4.0, 2.0)
             weight = torch.where((steps == 0) | (steps == POINTS), 1.0, inner) / (3 * POINTS)
             y = torch.lerp(a, b, steps / POINTS)  # (n, B, D)
-            below = weight * torch.special.ndtr(self._scores(y))
+            below = weight * torch.special.ndtr(self.scores(y))
             mean, square = mean + below.sum(0), square + 2 * (below * (1 - steps / POINTS)).sum(0)
         width = b - a
         return b - width * mean, width**2 * (square - mean**2).clamp(min=torch.finfo(a.dtype).eps)

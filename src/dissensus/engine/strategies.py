@@ -154,6 +154,7 @@ WORDS = (*KINDS, "compiled", "captured")
 
 # A compilation takes tens of seconds and makes steps up to twice as fast: for short runs it does not pay.
 WORTH_COMPILING = 180.0
+SHORT_RUN = 36  # steps on a CPU: compiling them would pay only where a batch takes five seconds, so none is timed
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
     on_gpu = posterior.device.type == "cuda"
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
-    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.input_tensors(batch.x)))
+    shapes = [tuple(t.shape) for t in batches.input_tensors(batch.x)]
+    key = (engine, str(posterior.device), precision, on_gpu or steps > SHORT_RUN, *shapes)
     # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
     known: dict[bool, Plan] = posterior.particles.runner.plans.setdefault(key, {})
     for plan in known.values():
@@ -225,7 +227,7 @@ def _fastest_plan(
 ) -> Plan:
     on_gpu, compiled = posterior.device.type == "cuda", "compiled" in words
     captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
-    may_compile = not words and _can_gain_by_compiling(posterior, on_gpu)
+    may_compile = not words and (on_gpu or steps > SHORT_RUN) and _can_gain_by_compiling(posterior, on_gpu)
     if len(candidates) == 1 and not may_compile:
         return Plan(candidates[0], compiled, captured)
 

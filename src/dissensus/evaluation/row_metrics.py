@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.calibration.calibrations import RecalibratedRegression
+from dissensus.calibration.calibrations import AT_ONCE, RecalibratedRegression
 from dissensus.calibration.conformal import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
 from dissensus.core.predictive import SummaryPredictive
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
@@ -238,10 +238,11 @@ def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 20
     reach = 8 * variances.sqrt()
     found = torch.zeros_like(y, dtype=torch.float64)
     for end, below in (((means - reach).amin(0).minimum(y), True), ((means + reach).amax(0).maximum(y), False)):
-        for i in range(points + 1):
-            g = predictive.cdf(torch.lerp(y, end, i / points)).double()
-            weight = (1 if i in (0, points) else 2 + 2 * (i % 2)) / (3 * points)
-            found += weight * (end - y).abs() * (g if below else 1 - g) ** 2
+        grid = torch.arange(points + 1, dtype=end.dtype, device=y.device).reshape(-1, *[1] * y.ndim)
+        for steps in grid.chunk(1 + points // AT_ONCE):
+            g = torch.special.ndtr(predictive.scores(torch.lerp(y.to(end), end, steps / points))).double()  # (n, N, D)
+            weight = torch.where((steps == 0) | (steps == points), 1, 2 + 2 * (steps % 2)) / (3 * points)
+            found += (end - y).abs() * (weight * (g if below else 1 - g) ** 2).sum(0)
     return found
 
 

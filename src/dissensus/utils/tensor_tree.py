@@ -53,7 +53,8 @@ class TensorTree(nn.Module):
 
 def derived_names(part: nn.Module) -> list[str]:
     """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
-    named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
+    sources = [(key, end) for key in part._parameters for end in ("_g", "_orig") if key.endswith(end)]
+    named = [name for key, end in sources if (name := key.removesuffix(end)) in vars(part)]
     parametrised = part._modules.get("parametrizations")
     return [*named, *parametrised] if isinstance(parametrised, nn.ModuleDict) else named
 
