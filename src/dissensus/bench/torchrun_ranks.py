@@ -56,7 +56,9 @@ def mesh() -> Any:
 def wait() -> None:
     """Waits for all processes, however long their runs take."""
     if size() > 1:
-        distributed.barrier(_patient_group(distributed.group.WORLD))
+        from dissensus.distributed.init import run_collective
+
+        run_collective(distributed.barrier, group=_patient_group(distributed.group.WORLD))
 
 
 @contextmanager

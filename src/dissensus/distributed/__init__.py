@@ -3,7 +3,7 @@
 `torchrun` starts the processes and torch.distributed connects them; this package divides members and rows among them.
 """
 
-from dissensus.distributed.init import start
+from dissensus.distributed.init import MissingRankError, start
 from dissensus.distributed.mesh import Axis, Mesh, mesh, shard
 
-__all__ = ["Axis", "Mesh", "mesh", "shard", "start"]
+__all__ = ["Axis", "Mesh", "MissingRankError", "mesh", "shard", "start"]

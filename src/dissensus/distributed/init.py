@@ -1,10 +1,13 @@
 """Joining the processes that torchrun has started, and checks before they work together."""
 
 import os
+import re
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -12,8 +15,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from dissensus.utils.checks import number
+from dissensus.utils.torch_private import default_store, group_timeout, set_group_timeout
+
+Found = TypeVar("Found")
 
 MEETING = 300.0  # least seconds that processes wait for others to start, some of which load large files first
+# What gloo says where another rank does not come, or has gone.
+LOST = re.compile(r"timed out|timeout|closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
 
 _stores: list[tuple[Store, float]] = []  # of the group that `start` has joined, and its time limit
 
@@ -25,7 +33,8 @@ def start(*, timeout: float = 1800.0) -> bool:
     process takes the GPU of its local rank; collectives use NCCL on GPUs and gloo on CPUs.
 
     Args:
-        timeout: seconds that a rank waits for others in training before the ranks that hang are reported and all end.
+        timeout: seconds that a rank waits for others before it names those that are missing: `fit` then ends the process,
+            other functions raise `MissingRankError`.
     """
     number("timeout", timeout, above=0)
     if is_connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
@@ -39,6 +48,7 @@ def start(*, timeout: float = 1800.0) -> bool:
     # torchrun keeps one store for all attempts, with addresses of processes that are no more.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    set_group_timeout(distributed.group.WORLD, timedelta(seconds=timeout))  # all have met
     _stores[:] = [(PrefixStore("dissensus", store), timeout)]
     return bool(size > 1)
 
@@ -60,6 +70,48 @@ def host_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo")  # type: ignore[no-any-return]
 
 
+class MissingRankError(RuntimeError):
+    """A rank has waited in vain for others in an exchange; the message names them."""
+
+
+def run_collective(collective: Callable[..., Found], *args: Any, **keywords: Any) -> Found:
+    """collective(*args, **keywords), the one way to exchange; raises `MissingRankError` if ranks of the group stay away.
+
+    Keyword `group`: None or left out for all ranks.
+    """
+    try:
+        return collective(*args, **keywords)
+    except RuntimeError as error:
+        if not (lost := LOST.search(str(error))):
+            raise
+        group = keywords.get("group") or distributed.group.WORLD
+        limit = group_timeout(group).total_seconds()
+        missing = ", ".join(map(str, _missing_ranks(group, seconds=min(max(limit / 10, 1.0), 30.0))))
+        got = f"no answer in {limit:g} s" if "time" in lost[0].lower() else "a closed connection"
+        got = f"{got} from rank {missing}" if missing else f"{got}, and all wait, in different calls"
+        advice = "call fit, evaluate, predict and the like on every rank, never inside `if mesh.is_first:`"
+        raise MissingRankError(
+            f"expected every rank in this exchange, got {got}; {advice}; or see its own error"
+        ) from error
+
+
+def _missing_ranks(group: Any, *, seconds: float) -> list[int]:
+    """The ranks of the group, or else of all, that have not given up; `seconds`: for others to do so, which wait for them."""
+    mine, ranks = distributed.get_rank(), distributed.get_process_group_ranks(group)
+    store, others = PrefixStore("gave up", default_store()), {*range(distributed.get_world_size())} - {mine}
+    missing, deadline = sorted(others), time.monotonic() + seconds
+    try:
+        store.set(str(mine), "")
+        while (
+            len(missing := [rank for rank in missing if not store.check([str(rank)])]) > 1
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+    except RuntimeError:  # the store has gone with the rank that held it
+        pass
+    return [rank for rank in ranks if rank in missing] or missing
+
+
 def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:
     """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be.
 
@@ -72,12 +124,12 @@ def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:
         mark.touch()
         name = [mark.name]
     try:
-        distributed.broadcast_object_list(name)
+        run_collective(distributed.broadcast_object_list, name)
         deadline = time.monotonic() + seconds
         while not (seen := (folder / name[0]).exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
         found: list[tuple[bool, str]] = [(False, "")] * distributed.get_world_size()
-        distributed.all_gather_object(found, (seen, socket.gethostname()))
+        run_collective(distributed.all_gather_object, found, (seen, socket.gethostname()))
     finally:
         if rank == 0:
             mark.unlink(missing_ok=True)

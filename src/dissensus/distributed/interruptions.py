@@ -71,7 +71,9 @@ class Interruptions:
             return self.is_requested
         word = torch.tensor(int(self.is_requested), dtype=torch.int32)
         # Not waited for: the answer of some steps ago is there already.
-        work = distributed.all_reduce(word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True)
+        work = init.run_collective(
+            distributed.all_reduce, word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True
+        )
         self.pending_flags.append((word, work))
         if len(self.pending_flags) > SLACK:
             word, work = self.pending_flags.popleft()

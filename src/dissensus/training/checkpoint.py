@@ -34,7 +34,7 @@ from dissensus.core.calibrated import STATE
 from dissensus.core.description import describe_likelihood, differences, to_json_values, translate_settings
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
-from dissensus.distributed.init import check_shared_folder
+from dissensus.distributed.init import check_shared_folder, run_collective
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.numerics.randomness import generator_states
@@ -377,7 +377,7 @@ def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, memb
         (path / f".{number[0]:08d}").mkdir()
         torch.save({**rest, "members": members}, path / f".{number[0]:08d}" / RUN)
     if mesh is not None:
-        distributed.broadcast_object_list(number)
+        run_collective(distributed.broadcast_object_list, number)
     temporary = path / f".{number[0]:08d}"
     with _hide_warnings():
         save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
@@ -399,7 +399,7 @@ def read_distributed(
 
     chosen = [str(newest_checkpoint(path)) if mesh is None or mesh.is_first else ""]
     if mesh is not None:
-        distributed.broadcast_object_list(chosen)
+        run_collective(distributed.broadcast_object_list, chosen)
     folder = path / Path(chosen[0]).name
     state = torch.load(folder / RUN, map_location=device, weights_only=True)
     here = range(state.pop("members"))
