@@ -212,7 +212,7 @@ def absent(kind, shape, away):
         time.sleep(1.6)
         return None
 
-    def closed():
+    def closed(group):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:43429")  # gloo, of a process that has ended
 
     calls = {"fit": lambda: ds.fit(posterior, (x, y), epochs=1, progress=False), "sum": lambda: mesh.data.sum(x[0])}

@@ -5,25 +5,22 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from dissensus.utils.checks import number
 from dissensus.utils.torch_private import default_store, group_timeout, set_group_timeout
 
-Found = TypeVar("Found")
-
 MEETING = 300.0  # least seconds that processes wait for others to start, some of which load large files first
 # What gloo says where another rank does not come, or has gone.
 LOST = re.compile(r"timed out|timeout|closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
-
-_stores: list[tuple[Store, float]] = []  # of the group that `start` has joined, and its time limit
 
 
 def start(*, timeout: float = 1800.0) -> bool:
@@ -49,18 +46,12 @@ def start(*, timeout: float = 1800.0) -> bool:
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     set_group_timeout(distributed.group.WORLD, timedelta(seconds=timeout))  # all have met
-    _stores[:] = [(PrefixStore("dissensus", store), timeout)]
     return bool(size > 1)
 
 
 def is_connected() -> bool:
     """Whether this process is in a group."""
     return distributed.is_available() and distributed.is_initialized()
-
-
-def group_store() -> tuple[Store, float] | None:
-    """(store, time limit) of the group that `start` has joined; None where somebody else has made it."""
-    return next(iter(_stores), None)
 
 
 def host_group() -> distributed.ProcessGroup:
@@ -71,45 +62,35 @@ def host_group() -> distributed.ProcessGroup:
 
 
 class MissingRankError(RuntimeError):
-    """A rank has waited in vain for others in an exchange; the message names them."""
+    """Other ranks did not come to an exchange; the message names them."""
 
 
-def run_collective(collective: Callable[..., Found], *args: Any, **keywords: Any) -> Found:
-    """collective(*args, **keywords), the one way to exchange; raises `MissingRankError` if ranks of the group stay away.
-
-    Keyword `group`: None or left out for all ranks.
-    """
+def run_collective(collective: Callable[..., Any], *args: Any, group: Any = None, **keywords: Any) -> Any:
+    """collective(*args, group=group, **keywords); raises `MissingRankError` if ranks of the group (None: all) stay away."""
     try:
-        return collective(*args, **keywords)
+        return collective(*args, group=group, **keywords)
     except RuntimeError as error:
         if not (lost := LOST.search(str(error))):
             raise
-        group = keywords.get("group") or distributed.group.WORLD
+        group = group or distributed.group.WORLD
         limit = group_timeout(group).total_seconds()
-        missing = ", ".join(map(str, _missing_ranks(group, seconds=min(max(limit / 10, 1.0), 30.0))))
+        missing = _missing_ranks(group, seconds=min(max(limit / 10, 1.0), 30.0))
         got = f"no answer in {limit:g} s" if "time" in lost[0].lower() else "a closed connection"
-        got = f"{got} from rank {missing}" if missing else f"{got}, and all wait, in different calls"
-        advice = "call fit, evaluate, predict and the like on every rank, never inside `if mesh.is_first:`"
-        raise MissingRankError(
-            f"expected every rank in this exchange, got {got}; {advice}; or see its own error"
-        ) from error
+        got += f" from rank {', '.join(map(str, missing))}" if missing else ", and all wait, in different calls"
+        advice = "call fit, evaluate and the like on every rank, never inside `if mesh.is_first:`; or see its own error"
+        raise MissingRankError(f"expected every rank in this exchange, got {got}; {advice}") from error
 
 
 def _missing_ranks(group: Any, *, seconds: float) -> list[int]:
     """The ranks of the group, or else of all, that have not given up; `seconds`: for others to do so, which wait for them."""
     mine, ranks = distributed.get_rank(), distributed.get_process_group_ranks(group)
-    store, others = PrefixStore("gave up", default_store()), {*range(distributed.get_world_size())} - {mine}
-    missing, deadline = sorted(others), time.monotonic() + seconds
-    try:
+    missing, deadline = [*range(distributed.get_world_size())], time.time() + seconds
+    with suppress(RuntimeError):  # the store may have gone with the rank that held it
+        store = PrefixStore("gave up", default_store())
         store.set(str(mine), "")
-        while (
-            len(missing := [rank for rank in missing if not store.check([str(rank)])]) > 1
-            and time.monotonic() < deadline
-        ):
+        while len(missing := [rank for rank in missing if not store.check([str(rank)])]) > 1 and time.time() < deadline:
             time.sleep(0.05)
-    except RuntimeError:  # the store has gone with the rank that held it
-        pass
-    return [rank for rank in ranks if rank in missing] or missing
+    return [rank for rank in ranks if rank in missing and rank != mine] or [rank for rank in missing if rank != mine]
 
 
 def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:

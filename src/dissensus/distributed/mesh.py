@@ -74,25 +74,23 @@ class Axis:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the sum over ranks in place."""
-        if self.group is not None:
-            self.bytes_sent["sum"] += tensor.nbytes
-            run_collective(distributed.all_reduce, tensor, group=self.group)
+        self._reduce(tensor)
         return tensor
 
     def begin_sum(self, tensor: Tensor) -> distributed.Work | None:
         """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
-        if self.group is None:
-            return None
-        self.bytes_sent["sum"] += tensor.nbytes
-        work: distributed.Work = run_collective(distributed.all_reduce, tensor, group=self.group, async_op=True)
-        return work
+        return self._reduce(tensor, async_op=True)  # type: ignore[no-any-return]
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
-        if self.group is not None:
-            self.bytes_sent["sum"] += tensor.nbytes
-            run_collective(distributed.all_reduce, tensor, op=distributed.ReduceOp.MAX, group=self.group)
+        self._reduce(tensor, op=distributed.ReduceOp.MAX)
         return tensor
+
+    def _reduce(self, tensor: Tensor, **how: Any) -> Any:
+        if self.group is None:
+            return None
+        self.bytes_sent["sum"] += tensor.nbytes
+        return run_collective(distributed.all_reduce, tensor, group=self.group, **how)
 
     def gather(self, tensor: Tensor, count: int, *, axis: int = 0) -> Tensor:
         """All ranks' tensors put together along an axis, of which each rank has its part of `count`. Without a graph."""
@@ -314,9 +312,8 @@ def mesh(
         Axis(found.get_local_rank(name), number, found.get_group(name) if number > 1 or size == 1 else None)
         for name, number in (("members", members), ("data", data))
     ]
-    for axis in axes:
-        if axis.group is not None:
-            set_group_timeout(axis.group, group_timeout(distributed.group.WORLD))
+    for group in {axis.group for axis in axes} - {None}:
+        set_group_timeout(group, group_timeout(distributed.group.WORLD))
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
 
 

@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
@@ -56,9 +56,7 @@ def is_inside_ddp() -> bool:
 
 def default_store() -> Any:
     """The store of the group of all processes."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+    return distributed.distributed_c10d._get_default_store()
 
 
 def group_timeout(group: Any) -> timedelta:
@@ -68,9 +66,7 @@ def group_timeout(group: Any) -> timedelta:
 
 def set_group_timeout(group: Any, limit: timedelta) -> None:
     """Lets processes of a group wait so long for each other."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(limit, group)
+    distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def outside_transforms() -> AbstractContextManager[object]:
