@@ -171,7 +171,7 @@ def hanging(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("busy", r"does not join the others: rank 1 on .*test_days"), ("silent", "gives no sign of life: rank 1")],
+    [("busy", r"does not join the others: rank 1 on .*test_ranks"), ("silent", "gives no sign of life: rank 1")],
 )
 def test_a_rank_that_hangs_is_named_by_one_of_the_others(kind, words):
     found = workers().run(3, hanging, kind)

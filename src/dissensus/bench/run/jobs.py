@@ -295,7 +295,7 @@ def train_and_evaluate(runs: Sequence[Run], *, keep_going: bool = False, wait: b
     """Trains and evaluates one run, or several that share a training, unless another process is at them and `wait` is False."""
     try:
         with lock_runs(runs, wait=wait) as is_mine:
-            if is_mine and _unfinished_groups([runs]):
+            if is_mine:
                 train_runs(runs)
                 for run in runs:
                     run.evaluate()
