@@ -18,9 +18,10 @@ from workers import said, workers
 
 import dissensus as ds
 import tiny
-from dissensus.distributed.init import check_shared_folder, run_collective
+from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.interruptions import SLACK, STATUS, HangDetector, Interruptions
 from dissensus.training.checkpoint import newest_checkpoint, read_distributed, write_distributed
+from dissensus.utils.process_group import run_collective
 from dissensus.utils.torch_private import set_group_timeout
 from thinning import often
 

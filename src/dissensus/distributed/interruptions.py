@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, ReduceOp, Store  # type: ignore[attr-
 
 from dissensus.distributed import init
 from dissensus.distributed.mesh import Mesh
+from dissensus.utils.process_group import run_collective
 from dissensus.utils.torch_private import default_store, group_timeout
 
 log = logging.getLogger("dissensus")
@@ -72,7 +73,7 @@ class Interruptions:
             return self.is_requested
         word = torch.tensor(int(self.is_requested), dtype=torch.int32)
         # Not waited for: the answer of some steps ago is there already.
-        work = init.run_collective(distributed.all_reduce, word, op=ReduceOp.MAX, group=self.group, async_op=True)
+        work = run_collective(distributed.all_reduce, word, op=ReduceOp.MAX, group=self.group, async_op=True)
         self.pending_flags.append((word, work))
         if len(self.pending_flags) > SLACK:
             word, work = self.pending_flags.popleft()

@@ -30,8 +30,9 @@ from dissensus.core.batch import count_examples
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 from dissensus.core.loader import Loader
 from dissensus.core.member import check_initialised
-from dissensus.distributed.init import MissingRankError, is_connected, run_collective, start
+from dissensus.distributed.init import start
 from dissensus.utils.checks import integer, one_of
+from dissensus.utils.process_group import MissingRankError, is_connected, run_collective, world_size
 from dissensus.utils.progress import set_reporting_check
 from dissensus.utils.sharding import check_copyable
 from dissensus.utils.torch_private import group_timeout, set_group_timeout
@@ -293,7 +294,7 @@ def mesh(
     one_of("statistics", statistics, ("synchronised", "per rank"))
     one_of("batches", batches, ("whole", "parts"))
     start()
-    size = distributed.get_world_size() if is_connected() else 1
+    size = world_size()
     given = integer("members", 1 if members is None else members) * integer("data", 1 if data is None else data)
     left = max(size // given, 1)
     if members is None:

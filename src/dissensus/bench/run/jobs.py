@@ -261,12 +261,14 @@ def run_in_processes(
     """
     _run_groups(torchrun_ranks.groups_of_this_rank(groups), jobs, source, tell, keep_going)
     torchrun_ranks.exit_other_ranks()
-    for group in _unfinished_groups(groups):  # what processes of another command were at
-        train_and_evaluate(group, keep_going=keep_going, wait=True)
+    for group in groups:
+        if not all(is_over(run.folder) for run in group):  # processes of another command were at it
+            train_and_evaluate(group, keep_going=keep_going, wait=True)
 
 
 def _run_groups(groups: Sequence[Sequence[Run]], jobs: int, source: str | None, tell: Tell, keep_going: bool) -> None:
-    if not (waiting := _unfinished_groups(groups)):
+    waiting = [group for group in groups if not all(is_over(run.folder) for run in group)]
+    if not waiting:
         return
     if jobs == 1:
         for i, group in enumerate(waiting, start=1):
@@ -311,13 +313,9 @@ def is_over(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("metrics.json", DIVERGED))
 
 
-def _unfinished_groups(groups: Sequence[Sequence[Run]]) -> list[Sequence[Run]]:
-    return [group for group in groups if not all(is_over(run.folder) for run in group)]
-
-
 def _done_message(i: int, count: int, group: Sequence[Run]) -> str:
     lost = " (diverged)" if any((run.folder / DIVERGED).is_file() for run in group) else ""
-    end = "another process is at it" if _unfinished_groups([group]) else f"done{lost}"
+    end = f"done{lost}" if all(is_over(run.folder) for run in group) else "another process is at it"
     return f"[{i}/{count}] {', '.join(run.folder.name for run in group)}: {end}"
 
 
