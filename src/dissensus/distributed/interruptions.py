@@ -56,7 +56,7 @@ class Interruptions:
             axes, limit = (self.mesh.members, self.mesh.data), group_timeout(distributed.group.WORLD)
             self._inside.enter_context(HangDetector(
                 PrefixStore("dissensus", default_store()), distributed.get_rank(), self.mesh.size,
-                seconds=0.8 * limit.total_seconds(),  # before the collective itself fails, in words that name nobody
+                seconds=0.8 * limit.total_seconds(),  # before the collective itself fails, which names no line
                 progress=lambda: [sum(axis.bytes_sent.values()) for axis in axes],
             ))  # fmt: skip
         return self

@@ -94,9 +94,7 @@ def lock_file(path: Path, *, wait: bool) -> Iterator[bool]:
             except OSError as error:  # somebody has it, or this file system has none
                 yield not isinstance(error, BlockingIOError)
                 return
-            if path.exists() and os.path.samestat(
-                os.fstat(file.fileno()), path.stat()
-            ):  # not removed by its last owner
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its owner removed it
                 stack.callback(path.unlink, missing_ok=True)
                 break
         yield True
