@@ -205,10 +205,12 @@ def test_ranks_that_go_on_are_left_alone():
 def absent(kind, shape, away):
     """What a rank says of those in `away`, which do not come to the exchange."""
     mesh, rank = ds.distributed.mesh(*shape), distributed.get_rank()
+    posterior, (x, y) = BUILD["deep_ensemble"](), tiny.points(24)
+    if kind == "save":  # whose parts lie in different ranks
+        posterior = ds.MAP(ds.distributed.shard(tiny.mlp(), mesh))
+    posterior.mesh = mesh
     for group in {distributed.group.WORLD, mesh.members.group, mesh.data.group} - {None}:
         set_group_timeout(group, timedelta(seconds=0.5))
-    posterior, (x, y) = BUILD["deep_ensemble"](), tiny.points(24)
-    posterior.mesh = mesh
     if rank in away:
         time.sleep(1.6)
         return None
@@ -218,6 +220,7 @@ def absent(kind, shape, away):
 
     calls = {"fit": lambda: ds.fit(posterior, (x, y), epochs=1, progress=False), "sum": lambda: mesh.data.sum(x[0])}
     calls |= {"evaluate": lambda: ds.evaluate(posterior, (x, y)), "closed": lambda: run_collective(closed)}
+    calls["save"] = lambda: ds.save(posterior, "nowhere")
     return said(calls[kind])
 
 
@@ -225,7 +228,7 @@ def absent(kind, shape, away):
     ("kind", "shape", "away"),
     [
         ("evaluate", (2, 1), [1]), ("closed", (1, 2), [1]), ("evaluate", (2, 2), [3]), ("sum", (1, 3), [0, 2]),
-        ("fit", (2, 1), [0]),
+        ("fit", (2, 1), [0]), pytest.param("save", (1, 2), [1], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_rank_that_waits_names_those_that_are_missing(kind, shape, away):
