@@ -328,7 +328,7 @@ def times_page(rows: list[Row]) -> str:
     alone = np.array([row["mesh"] == "1 × 1" for row in rows])
     line, *_ = np.linalg.lstsq(sizes[alone], found[alone], rcond=None)
     two, four = (next(i for i, row in enumerate(rows) if row["mesh"] == mesh) for mesh in ("1 × 2", "1 × 4"))
-    computing = sizes @ line
+    computing, has_cores = sizes @ line, int(rows[0]["cores"]) > 4  # with fewer, ranks take turns
     each = float((found - computing)[two] / bytes_sent[two])
     predicted = computing + each * bytes_sent
     shown = [
@@ -339,7 +339,7 @@ def times_page(rows: list[Row]) -> str:
             f"{sent / 1e6:.2f}",
             f"{a:.1f}",
             f"{b:.1f}",
-            f"{float(row['step_ms']):.1f}",
+            f"{float(row['step_ms']):.1f}" if has_cores else "–",
         ]
         for row, sent, a, b in zip(rows, bytes_sent, predicted, found, strict=True)
     ]
@@ -356,7 +356,7 @@ def times_page(rows: list[Row]) -> str:
         f"On 1 × 4 the model says {predicted[four]:.1f} ms, {predicted[four] - computing[four]:.1f} of them for sums of "
         f"gradients, and {found[four]:.1f} were measured ({off:+.0f} %)."
     )
-    if int(rows[0]["cores"]) > 4:  # with fewer, ranks take turns
+    if has_cores:
         sentence += f" Four processes take {took[1]:.1f} ms for a step that one does in {took[0]:.1f}."
     constants = (
         f"a = {line[0]:.2f} ms, c = {1e3 * line[1]:.2f} µs (fitted to one process), e = {1e6 * each:.2f} ms per MB"
