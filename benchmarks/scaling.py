@@ -1,10 +1,12 @@
 """The cost model of docs/scaling.md: checked against processes on this machine, and used to predict clusters.
 
     python benchmarks/scaling.py measure --csv benchmarks/results/scaling_measured.csv
+    python benchmarks/scaling.py time --csv benchmarks/results/scaling_times.csv
     python benchmarks/scaling.py predict --csv benchmarks/results/scaling_predicted.csv
 
 `predict` simulates, with seconds of a step on one H200 from benchmarks/results/speed_h200.csv. `measure` trains with 1, 2 and
 4 gloo processes and counts what they send: in the program, and on the wire where Linux lets it have a network of its own.
+`time` takes the time of their steps; run it on a machine with more cores than processes.
 """
 
 import argparse
@@ -29,7 +31,7 @@ import dissensus as ds
 from dissensus.bench.run.run_folder import provenance
 
 RESULTS = Path(__file__).parent / "results"
-MEASURED, PREDICTED = "scaling_measured.csv", "scaling_predicted.csv"
+MEASURED, TIMES, PREDICTED = "scaling_measured.csv", "scaling_times.csv", "scaling_predicted.csv"
 GPUS = (8, 32, 128, 512, 1024)
 RESNET18 = 11_173_962  # parameters, of 10 classes
 
@@ -193,11 +195,18 @@ def wire() -> int:
     return int(line.split()[9])
 
 
-def rank(folder: Path) -> None:
-    """One of several processes: measures every method on every mesh of as many."""
+def rank(folder: Path, *, times: bool) -> None:
+    """One of several processes: counts bytes of every method on every mesh of as many, or takes the time of one."""
     ds.distributed.start(timeout=300)
     torch.set_num_threads(1)
-    size, rows = int(os.environ["WORLD_SIZE"]), []
+    size = int(os.environ["WORLD_SIZE"])
+    cases = ALONE if size == 1 else ALONE[:1]
+    found = [timed(*each, shape) for shape in LAYOUTS[size] for each in cases] if times else counted(size)
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def counted(size: int) -> list[Row]:
+    rows = []
     for name, build in METHODS.items():
         for shape in LAYOUTS[size]:
             torch.manual_seed(0)
@@ -208,26 +217,29 @@ def rank(folder: Path) -> None:
             optimizer = torch.optim.Adam(posterior.parameter_groups(1e-3))
             ds.fit(posterior, loader, epochs=1, optimizer=optimizer, mesh=mesh, progress=False, draw=False)
             rows.append(measured(work, model.Layout(*shape), loader.seen))
-    for shape in LAYOUTS[size]:
-        rows += [timed(*each, shape) for each in (ALONE if size == 1 else ALONE[:1])]
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(rows))
+    return rows
 
 
 def timed(members: int, batch: int, shape: tuple[int, int]) -> Row:
-    """Processor time of a step of larger networks, by the members and examples that lie here."""
+    """Time of a step of larger networks, by the members and examples that lie here."""
     torch.manual_seed(0)
-    mesh, steps = ds.distributed.mesh(*shape), 16
+    mesh, steps = ds.distributed.mesh(*shape), 64
     posterior = ds.DeepEnsemble([ds.nets.MLP(INPUTS, CLASSES, hidden=(256, 256)) for _ in range(members)])
     x, y = torch.randn(batch * steps, INPUTS), torch.arange(batch * steps) % CLASSES
     loader = Looking(x, y, batch_size=batch).watch(mesh)
     ds.fit(posterior, loader, epochs=1, mesh=mesh, progress=False, draw=False)
-    took = [b[2] - a[2] for a, b in zip(loader.seen[4:], loader.seen[5:], strict=False)]
+    pairs = list(zip(loader.seen[4:], loader.seen[5:], strict=False))
+    work = model.Work(
+        "", members, sum(p[0].numel() for p in posterior.particles.own_parameters().values()), batch=batch
+    )
     return {
         "what": "time",
         "mesh": f"{shape[0]} × {shape[1]}",
         "members": members // shape[0],
         "batch": batch // shape[1],
-        "processor_ms": round(1e3 * median(took), 3),
+        "sent": model.sent(work, model.Layout(*shape)),
+        "processor_ms": round(1e3 * median(b[2] - a[2] for a, b in pairs), 3),
+        "step_ms": round(1e3 * median(b[1] - a[1] for a, b in pairs), 3),
     }
 
 
@@ -262,23 +274,23 @@ def measured(work: model.Work, layout: model.Layout, seen: list[Any]) -> Row:
     }
 
 
-def measure() -> list[Row]:
+def measure(*, times: bool = False) -> list[Row]:
     """Rows of rank 0, of 1, 2 and 4 processes, each in a network of its own where that is allowed."""
     rows: list[Row] = []
     alone = subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
     for size in LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
             launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {size}"
-            command = f"{launch} {__file__} rank --folder {folder}"
+            command = f"{launch} {__file__} {'rank-times' if times else 'rank'} --folder {folder}"
             inside = ["unshare", "-n", "sh", "-c", f"ip link set lo up && {command}"]
             subprocess.run(inside if alone else command.split(), check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             found = json.loads((Path(folder) / "0.json").read_text())
-        rows += [{**row, "wire": row.get("wire", "") if alone else ""} for row in found]
+        rows += found if times else [{**row, "wire": row.get("wire", "") if alone else ""} for row in found]
     return rows
 
 
 def measured_page(rows: list[Row]) -> str:
-    """Tables of bytes and of seconds, beside the model's."""
+    """The table of bytes, beside the model's."""
     lines = [
         [
             row["method"],
@@ -289,7 +301,7 @@ def measured_page(rows: list[Row]) -> str:
             f"{float(row['wire']):,.0f}" if row["wire"] else "–",
         ]
         for row in rows
-        if row["what"] == "bytes" and row["mesh"] != "1 × 1"
+        if row["mesh"] in ("4 × 1", "1 × 4", "2 × 2")  # those of two ranks are in the file
     ]
     header = [
         "method",
@@ -302,43 +314,72 @@ def measured_page(rows: list[Row]) -> str:
     facts = f"{first['members']} members, batch {first['batch']}, {STEPS - 1 - SKIPPED} steps, seed 0"
     made = f"commit {first['commit']}, torch {first['torch']}, {first['device']}"
     made = f"*`python benchmarks/scaling.py measure --csv FILE`; {facts}; {made}.*"
-    return f"{markdown([*header, 'counted'], lines)}\n\n{timed_page(rows)}\n\n{made}"
+    return f"{markdown([*header, 'counted'], lines)}\n\n{made}"
 
 
-def timed_page(rows: list[Row]) -> str:
-    """The table of seconds: a + c m b through those of one process, beside what ranks took."""
-    timed = [row for row in rows if row["what"] == "time"]
-    alone = [row for row in timed if row["mesh"] == "1 × 1"]
-    products = np.array([[1.0, int(row["members"]) * int(row["batch"])] for row in alone])
-    (a, c), *_ = np.linalg.lstsq(products, np.array([float(row["processor_ms"]) for row in alone]), rcond=None)
-    lines = [
+def times_page(rows: list[Row]) -> str:
+    """The table of times beside the model's, and a sentence about one member row of four ranks.
+
+    a + c m b is fitted to the rows of one process, e of the bytes that a rank sends to the row of two; they predict the rest.
+    """
+    sizes = np.array([[1.0, int(row["members"]) * int(row["batch"])] for row in rows])
+    bytes_sent = np.array([float(row["sent"]) for row in rows])
+    found = np.array([float(row["processor_ms"]) for row in rows])
+    alone = np.array([row["mesh"] == "1 × 1" for row in rows])
+    line, *_ = np.linalg.lstsq(sizes[alone], found[alone], rcond=None)
+    two, four = (next(i for i, row in enumerate(rows) if row["mesh"] == mesh) for mesh in ("1 × 2", "1 × 4"))
+    computing, has_cores = sizes @ line, int(rows[0]["cores"]) > 4  # with fewer, ranks take turns
+    each = float((found - computing)[two] / bytes_sent[two])
+    predicted = computing + each * bytes_sent
+    shown = [
         [
             row["mesh"],
             row["members"],
             row["batch"],
-            f"{a + c * int(row['members']) * int(row['batch']):.1f}",
-            f"{float(row['processor_ms']):.1f}",
+            f"{sent / 1e6:.2f}",
+            f"{a:.1f}",
+            f"{b:.1f}",
+            f"{float(row['step_ms']):.1f}" if has_cores else "–",
         ]
-        for row in timed
+        for row, sent, a, b in zip(rows, bytes_sent, predicted, found, strict=True)
     ]
-    header = ["members × data", "members of a rank", "examples of a rank", "processor ms of a step, model", "measured"]
+    header = [
+        "members × data",
+        "members of a rank",
+        "examples of a rank",
+        "MB sent by a rank",
+        "processor ms of a step, model",
+    ]
+    table = markdown([*header, "measured", "ms of a step"], shown)
+    off, took = 100 * (predicted[four] / found[four] - 1), [float(rows[i]["step_ms"]) for i in (0, four)]
+    sentence = (
+        f"On 1 × 4 the model says {predicted[four]:.1f} ms, {predicted[four] - computing[four]:.1f} of them for sums of "
+        f"gradients, and {found[four]:.1f} were measured ({off:+.0f} %)."
+    )
+    if has_cores:
+        sentence += f" Four processes take {took[1]:.1f} ms for a step that one does in {took[0]:.1f}."
+    constants = (
+        f"a = {line[0]:.2f} ms, c = {1e3 * line[1]:.2f} µs (fitted to one process), e = {1e6 * each:.2f} ms per MB"
+    )
+    first = rows[0]
+    made = f"commit {first['commit']}, torch {first['torch']}, {first['device']}, {first['cores']} cores"
     return (
-        f"Computing, of deep ensembles of MLPs 64-256-256-10: a = {a:.2f} ms and c = {1e3 * c:.2f} µs, fitted to the rows of "
-        f"one process, predict the others.\n\n{markdown(header, lines)}"
+        f"{sentence}\n\nDeep ensembles of MLPs 64-256-256-10: {constants} (fitted to 1 × 2); the other rows are predicted.\n\n"
+        f"{table}\n\n*`python benchmarks/scaling.py time --csv FILE`; {made}.*"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "predict", "rank"))
+    parser.add_argument("what", choices=("measure", "time", "predict", "rank", "rank-times"))
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--folder", type=Path, help="of one process of a measurement")
     given = parser.parse_args()
-    if given.what == "rank":
-        rank(given.folder)
+    if given.what.startswith("rank"):
+        rank(given.folder, times=given.what == "rank-times")
         return
-    facts: dict[str, Any] = provenance(torch.device("cpu"))
-    rows = [row | facts for row in (predict() if given.what == "predict" else measure())]
+    facts: dict[str, Any] = provenance(torch.device("cpu")) | {"cores": os.cpu_count()}
+    rows = [row | facts for row in (predict() if given.what == "predict" else measure(times=given.what == "time"))]
     for row in rows:
         print({key: row[key] for key in row if key not in facts})
     if given.csv:

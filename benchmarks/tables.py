@@ -539,6 +539,7 @@ PAGES: tuple[
     ("reference/details/embedded.md", "bias-correlation", "bias_correlation.csv", bias_correlation.page),
     ("reference/details/particles.md", "forde-cost", "forde_cost_cpu.csv", cost_table),
     ("scaling.md", "scaling-measured", scaling.MEASURED, scaling.measured_page),
+    ("scaling.md", "scaling-times", scaling.TIMES, scaling.times_page),
     ("scaling.md", "scaling-predicted", scaling.PREDICTED, scaling.predicted_page),
 )
 

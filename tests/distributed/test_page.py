@@ -51,7 +51,7 @@ def test_the_code_of_the_page_gives_the_same_on_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_of_the_page_runs_under_torchrun(tmp_path):
-    script = tmp_path / "training/fit.py"
+    script = tmp_path / "train.py"
     script.write_text("".join(code for _, code in python_blocks(PAGE.read_text())[:2]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     source = str(Path(ds.__file__).parents[1])

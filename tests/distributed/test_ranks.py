@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,7 +21,11 @@ import tiny
 from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.interruptions import SLACK, STATUS, HangDetector, Interruptions
 from dissensus.training.checkpoint import newest_checkpoint, read_distributed, write_distributed
+from dissensus.utils.process_group import run_collective
+from dissensus.utils.torch_private import set_group_timeout
 from thinning import often
+
+HERE = Path(__file__).parent
 
 
 def state_of(mesh, members):
@@ -166,7 +172,7 @@ def hanging(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("busy", r"does not join the others: rank 1 on .*test_days"), ("silent", "gives no sign of life: rank 1")],
+    [("busy", r"does not join the others: rank 1 on .*test_ranks"), ("silent", "gives no sign of life: rank 1")],
 )
 def test_a_rank_that_hangs_is_named_by_one_of_the_others(kind, words):
     found = workers().run(3, hanging, kind)
@@ -194,6 +200,52 @@ def exchanging():
 @pytest.mark.slow
 def test_ranks_that_go_on_are_left_alone():
     assert workers().run(2, exchanging) == [[], []]
+
+
+def absent(kind, shape, away):
+    """What a rank says of those in `away`, which do not come to the exchange."""
+    mesh, rank = ds.distributed.mesh(*shape), distributed.get_rank()
+    posterior, (x, y) = BUILD["deep_ensemble"](), tiny.points(24)
+    if kind == "save":  # whose parts lie in different ranks
+        posterior = ds.MAP(ds.distributed.shard(tiny.mlp(), mesh))
+    posterior.mesh = mesh
+    for group in {distributed.group.WORLD, mesh.members.group, mesh.data.group} - {None}:
+        set_group_timeout(group, timedelta(seconds=0.5))
+    if rank in away:
+        time.sleep(1.6)
+        return None
+
+    def closed(group):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:43429")  # gloo, of a process that has ended
+
+    calls = {"fit": lambda: ds.fit(posterior, (x, y), epochs=1, progress=False), "sum": lambda: mesh.data.sum(x[0])}
+    calls |= {"evaluate": lambda: ds.evaluate(posterior, (x, y)), "closed": lambda: run_collective(closed)}
+    calls["save"] = lambda: ds.save(posterior, "nowhere")
+    return said(calls[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "away"),
+    [
+        ("evaluate", (2, 1), [1]), ("closed", (1, 2), [1]), ("evaluate", (2, 2), [3]), ("sum", (1, 3), [0, 2]),
+        ("fit", (2, 1), [0]), pytest.param("save", (1, 2), [1], marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_rank_that_waits_names_those_that_are_missing(kind, shape, away):
+    begun = time.monotonic()
+    found = workers().run(shape[0] * shape[1], absent, kind, shape, away)
+    assert time.monotonic() - begun < 60  # torch's own limits are 300 s and more
+    # The first rank that gives up closes its connections: others that wait hear that before their own limit.
+    got = "a closed connection" if kind == "closed" else "(no answer in 0.5 s|a closed connection)"
+    words = f"got {got} from rank {', '.join(map(str, away))}; call .* on every rank, never inside `if mesh.is_first:`"
+    for rank, word in enumerate(found):
+        assert word is None if rank in away else re.search(f"^MissingRankError: expected .*{words}", word), word
+
+
+def test_every_collective_goes_through_the_function_that_names_missing_ranks():
+    direct = re.compile(r"distributed\.(all_\w+|broadcast\w*|barrier|gather\w*|scatter\w*|reduce\w*|send|recv)\(")
+    for path in (HERE.parents[1] / "src").rglob("*.py"):
+        assert not [line for line in path.read_text().splitlines() if direct.search(line)], path
 
 
 def leaving(at):

@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
+from dissensus.utils.process_group import is_connected, run_collective, world_size
+
 Item = TypeVar("Item")
+size = world_size
 
 LONGEST = timedelta(days=30)  # longest wait for other processes' runs
 SECONDS = 5.0  # wait for the first process to report an error that all processes have
@@ -31,11 +34,7 @@ def connect() -> None:
 
 
 def rank() -> int:
-    return distributed.get_rank() if _is_connected() else 0
-
-
-def size() -> int:
-    return distributed.get_world_size() if _is_connected() else 1
+    return distributed.get_rank() if is_connected() else 0
 
 
 def is_training_shared(trainings: int) -> bool:
@@ -56,7 +55,7 @@ def mesh() -> Any:
 def wait() -> None:
     """Waits for all processes, however long their runs take."""
     if size() > 1:
-        distributed.barrier(_patient_group(distributed.group.WORLD))
+        run_collective(distributed.barrier, group=_patient_group(distributed.group.WORLD))
 
 
 @contextmanager
@@ -82,10 +81,6 @@ def exit_other_ranks() -> None:
     wait()
     if rank():
         sys.exit(0)
-
-
-def _is_connected() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
 
 
 @cache

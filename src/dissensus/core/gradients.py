@@ -22,6 +22,7 @@ from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, Membe
 from dissensus.core.particles import Particles, Rows
 from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
+from dissensus.utils.process_group import world_size
 from dissensus.utils.sharding import is_divided, local_part
 from dissensus.utils.tensor_tree import OwnTensors, Tensors, computed_names, named_tensors
 from dissensus.utils.torch_private import is_inside_ddp
@@ -495,8 +496,7 @@ def _check_single_process(posterior: Objective, *, by_autograd: bool) -> None:
     """Raises if the processes of a group would each train a separate model by mistake."""
     averaged = by_autograd and posterior.interaction is None and is_inside_ddp()
     alone = not averaged and posterior.ranks is None and posterior.particles.exchange is ALONE
-    grouped = alone and distributed.is_available() and distributed.is_initialized()
-    if grouped and (size := distributed.get_world_size()) > 1:
+    if alone and (size := world_size()) > 1:
         raise ValueError(
             f"expected one process, got rank {distributed.get_rank()} of {size}, whose gradients nobody averages; use ds.fit, "
             "or posterior.loss in the forward of a DistributedDataParallel module (a LightningModule's training_step) if "

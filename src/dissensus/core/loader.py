@@ -9,13 +9,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from dissensus.core.batch import count_examples, split_labels
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 from dissensus.core.trainable import TrainableModule
 from dissensus.utils.arrays import is_array
+from dissensus.utils.process_group import world_size
 
 log = logging.getLogger("dissensus")
 
@@ -103,7 +104,7 @@ class Loader:
     def sampler(self) -> Any:
         """Its sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
         prepared = type(self.given).__module__ == "accelerate.data_loader"
-        if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
+        if prepared and world_size() > 1:
             what = "one that Accelerate has divided over processes; pass it as it was before prepare"
             raise ValueError(f"expected the loader itself, got {what}")
         found = (self._attribute(path) for path in ("sampler", "batch_sampler.sampler"))

@@ -5,5 +5,6 @@
 
 from dissensus.distributed.init import start
 from dissensus.distributed.mesh import Axis, Mesh, mesh, shard
+from dissensus.utils.process_group import MissingRankError
 
-__all__ = ["Axis", "Mesh", "mesh", "shard", "start"]
+__all__ = ["Axis", "Mesh", "MissingRankError", "mesh", "shard", "start"]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from dissensus.utils.checks import number
+from dissensus.utils.process_group import is_connected, run_collective, world_size
+from dissensus.utils.torch_private import set_group_timeout
 
 MEETING = 300.0  # least seconds that processes wait for others to start, some of which load large files first
-
-_stores: list[tuple[Store, float]] = []  # of the group that `start` has joined, and its time limit
 
 
 def start(*, timeout: float = 1800.0) -> bool:
@@ -25,11 +25,12 @@ def start(*, timeout: float = 1800.0) -> bool:
     process takes the GPU of its local rank; collectives use NCCL on GPUs and gloo on CPUs.
 
     Args:
-        timeout: seconds that a rank waits for others in training before the ranks that hang are reported and all end.
+        timeout: seconds that a rank waits for others before it names those that are missing: `fit` then ends the process,
+            other functions raise `MissingRankError`.
     """
     number("timeout", timeout, above=0)
     if is_connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
-        return is_connected() and distributed.get_world_size() > 1
+        return world_size() > 1
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -39,18 +40,8 @@ def start(*, timeout: float = 1800.0) -> bool:
     # torchrun keeps one store for all attempts, with addresses of processes that are no more.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    _stores[:] = [(PrefixStore("dissensus", store), timeout)]
+    set_group_timeout(distributed.group.WORLD, timedelta(seconds=timeout))  # all have met
     return bool(size > 1)
-
-
-def is_connected() -> bool:
-    """Whether this process is in a group."""
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def group_store() -> tuple[Store, float] | None:
-    """(store, time limit) of the group that `start` has joined; None where somebody else has made it."""
-    return next(iter(_stores), None)
 
 
 def host_group() -> distributed.ProcessGroup:
@@ -72,12 +63,12 @@ def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:
         mark.touch()
         name = [mark.name]
     try:
-        distributed.broadcast_object_list(name)
+        run_collective(distributed.broadcast_object_list, name)
         deadline = time.monotonic() + seconds
         while not (seen := (folder / name[0]).exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
         found: list[tuple[bool, str]] = [(False, "")] * distributed.get_world_size()
-        distributed.all_gather_object(found, (seen, socket.gethostname()))
+        run_collective(distributed.all_gather_object, found, (seen, socket.gethostname()))
     finally:
         if rank == 0:
             mark.unlink(missing_ok=True)

@@ -15,10 +15,12 @@ from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ReduceOp, Store  # type: ignore[attr-defined]
 
 from dissensus.distributed import init
 from dissensus.distributed.mesh import Mesh
+from dissensus.utils.process_group import run_collective
+from dissensus.utils.torch_private import default_store, group_timeout
 
 log = logging.getLogger("dissensus")
 
@@ -50,11 +52,11 @@ class Interruptions:
         if self.handles_signal:
             previous = signal.signal(signal.SIGTERM, self._note_signal)
             self._inside.callback(signal.signal, signal.SIGTERM, previous)
-        if self.mesh is not None and (joined := init.group_store()) is not None:
-            (store, timeout), axes = joined, (self.mesh.members, self.mesh.data)
+        if self.mesh is not None:
+            axes, limit = (self.mesh.members, self.mesh.data), group_timeout(distributed.group.WORLD)
             self._inside.enter_context(HangDetector(
-                store, distributed.get_rank(), self.mesh.size,
-                seconds=0.8 * timeout,  # before the collective itself fails, in words that name nobody
+                PrefixStore("dissensus", default_store()), distributed.get_rank(), self.mesh.size,
+                seconds=0.8 * limit.total_seconds(),  # before the collective itself fails, which names no line
                 progress=lambda: [sum(axis.bytes_sent.values()) for axis in axes],
             ))  # fmt: skip
         return self
@@ -71,7 +73,7 @@ class Interruptions:
             return self.is_requested
         word = torch.tensor(int(self.is_requested), dtype=torch.int32)
         # Not waited for: the answer of some steps ago is there already.
-        work = distributed.all_reduce(word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True)
+        work = run_collective(distributed.all_reduce, word, op=ReduceOp.MAX, group=self.group, async_op=True)
         self.pending_flags.append((word, work))
         if len(self.pending_flags) > SLACK:
             word, work = self.pending_flags.popleft()

@@ -30,10 +30,12 @@ from dissensus.core.batch import count_examples
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 from dissensus.core.loader import Loader
 from dissensus.core.member import check_initialised
-from dissensus.distributed.init import is_connected, start
+from dissensus.distributed.init import start
 from dissensus.utils.checks import integer, one_of
+from dissensus.utils.process_group import MissingRankError, is_connected, run_collective, world_size
 from dissensus.utils.progress import set_reporting_check
 from dissensus.utils.sharding import check_copyable
+from dissensus.utils.torch_private import group_timeout, set_group_timeout
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]
@@ -73,25 +75,23 @@ class Axis:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the sum over ranks in place."""
-        if self.group is not None:
-            self.bytes_sent["sum"] += tensor.nbytes
-            distributed.all_reduce(tensor, group=self.group)
+        self._reduce(tensor)
         return tensor
 
     def begin_sum(self, tensor: Tensor) -> distributed.Work | None:
         """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
-        if self.group is None:
-            return None
-        self.bytes_sent["sum"] += tensor.nbytes
-        work: distributed.Work = distributed.all_reduce(tensor, group=self.group, async_op=True)
-        return work
+        return self._reduce(tensor, async_op=True)  # type: ignore[no-any-return]
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
-        if self.group is not None:
-            self.bytes_sent["sum"] += tensor.nbytes
-            distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self.group)
+        self._reduce(tensor, op=distributed.ReduceOp.MAX)
         return tensor
+
+    def _reduce(self, tensor: Tensor, **how: Any) -> Any:
+        if self.group is None:
+            return None
+        self.bytes_sent["sum"] += tensor.nbytes
+        return run_collective(distributed.all_reduce, tensor, group=self.group, **how)
 
     def gather(self, tensor: Tensor, count: int, *, axis: int = 0) -> Tensor:
         """All ranks' tensors put together along an axis, of which each rank has its part of `count`. Without a graph."""
@@ -104,7 +104,7 @@ class Axis:
         padded[: len(mine)] = mine
         self.bytes_sent["gather"] += padded.nbytes
         parts = [torch.empty_like(padded) for _ in sizes]
-        distributed.all_gather(parts, padded, group=self.group)
+        run_collective(distributed.all_gather, parts, padded, group=self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, axis)
 
     def gather_objects(self, mine: Any) -> list[Any]:
@@ -112,7 +112,7 @@ class Axis:
         if self.group is None:
             return [mine]
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, mine, group=self.group)
+        run_collective(distributed.all_gather_object, found, mine, group=self.group)
         return found
 
 
@@ -264,7 +264,7 @@ class Mesh:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first process's tensor, in place of this one's."""
         if self.device_mesh is not None:
-            distributed.broadcast(tensor, src=0)
+            run_collective(distributed.broadcast, tensor, src=0)
         return tensor
 
 
@@ -294,7 +294,7 @@ def mesh(
     one_of("statistics", statistics, ("synchronised", "per rank"))
     one_of("batches", batches, ("whole", "parts"))
     start()
-    size = distributed.get_world_size() if is_connected() else 1
+    size = world_size()
     given = integer("members", 1 if members is None else members) * integer("data", 1 if data is None else data)
     left = max(size // given, 1)
     if members is None:
@@ -305,12 +305,16 @@ def mesh(
     if not is_connected():
         return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
+    world = Axis(distributed.get_rank(), size, distributed.group.WORLD)
+    check_same(world.gather_objects((members, data)), "mesh", "call mesh with the same numbers on every process")
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
     # One rank has nobody to exchange with; one process that asks for a mesh all the same goes through every exchange.
     axes = [
         Axis(found.get_local_rank(name), number, found.get_group(name) if number > 1 or size == 1 else None)
         for name, number in (("members", members), ("data", data))
     ]
+    for group in {axis.group for axis in axes} - {None}:
+        set_group_timeout(group, group_timeout(distributed.group.WORLD))
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
 
 
@@ -505,7 +509,8 @@ def exchange_results(ranks: Ranks, make: Callable[[], Found], what: str) -> list
     try:
         mine = make()
     except Exception as error:
-        if getattr(error, "known_to", None) == id(ranks):  # an exchange within has raised it on all of them
+        # an exchange within has raised it on all of them, or there is nobody left to tell
+        if getattr(error, "known_to", None) == id(ranks) or isinstance(error, MissingRankError):
             raise
         failed = error
     everyone = ranks.gather_objects((what, _picklable_error(failed), mine))

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -23,12 +23,13 @@ from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.weights import Recorder
-from dissensus.distributed.init import is_connected, start
+from dissensus.distributed.init import start
 from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, mesh as make_mesh, tree_checksum
 from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshExchange
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.numerics.randomness import generator_states, restore_generators
 from dissensus.utils.checks import one_of
+from dissensus.utils.process_group import world_size
 from dissensus.utils.sharding import is_divided
 
 UNEVEN = "expected parts of a batch with as many rows in every process"
@@ -46,7 +47,7 @@ def partition_training(
     posterior.ranks = ranks or posterior.ranks
     if mesh is None and posterior.ranks is None:
         start()
-        size = distributed.get_world_size() if is_connected() else 1
+        size = world_size()
         rows = getattr(loader.sampler, "num_replicas", None)  # a sampler has divided rows already
         members = math.gcd(size, posterior.particles.members) if rows is None else max(size // rows, 1)
         mesh = make_mesh(members=members) if size > 1 else None

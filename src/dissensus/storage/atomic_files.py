@@ -78,6 +78,28 @@ def _is_running(process: int) -> bool:
     return True
 
 
+@contextmanager
+def lock_file(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Inside, True if this process has the lock, False if another has it, here or on a machine that shares the folder.
+
+    `wait`: until the other is done. A process that ends, however it ends, loses its lock. Where there are no locks: True.
+    """
+    with ExitStack() as stack:
+        while os.name == "posix":
+            import fcntl
+
+            file = stack.enter_context(path.open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except OSError as error:  # somebody has it, or this file system has none
+                yield not isinstance(error, BlockingIOError)
+                return
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its owner removed it
+                stack.callback(path.unlink, missing_ok=True)
+                break
+        yield True
+
+
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 

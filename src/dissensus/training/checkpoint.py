@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
@@ -363,17 +363,15 @@ def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, memb
     spread = {key: _extract_tensors(state[key], key, tensors, here, own) for key in state if key in SPREAD}
     rest = {**state, **spread}
     before = newest_checkpoint(path) if first else None
-    number = [0 if before is None else int(before.name) + 1]
+    number = 0 if before is None else int(before.name) + 1
     if first:
         path.mkdir(parents=True, exist_ok=True)
         for each in path.iterdir():
             if each != before and OURS.fullmatch(each.name):  # left by killed processes
                 shutil.rmtree(each)
-        (path / f".{number[0]:08d}").mkdir()
-        torch.save({**rest, "members": members}, path / f".{number[0]:08d}" / RUN)
-    if mesh is not None:
-        distributed.broadcast_object_list(number)
-    temporary = path / f".{number[0]:08d}"
+        (path / f".{number:08d}").mkdir()
+        torch.save({**rest, "members": members}, path / f".{number:08d}" / RUN)
+    temporary = path / f".{number if mesh is None else mesh.gather_objects(number)[0]:08d}"
     with _hide_warnings():
         save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
     if first:
@@ -392,10 +390,8 @@ def read_distributed(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    chosen = [str(newest_checkpoint(path)) if mesh is None or mesh.is_first else ""]
-    if mesh is not None:
-        distributed.broadcast_object_list(chosen)
-    folder = path / Path(chosen[0]).name
+    chosen = str(newest_checkpoint(path)) if mesh is None or mesh.is_first else ""
+    folder = path / Path(chosen if mesh is None else mesh.gather_objects(chosen)[0]).name
     state = torch.load(folder / RUN, map_location=device, weights_only=True)
     here = range(state.pop("members"))
     here = here if mesh is None else here[mesh.member_slice(len(here))]

@@ -99,9 +99,9 @@ def fit(
         on_step: called with a `TrainingStep` after each optimiser step; one or a list. A GPU is waited for only if a value is
             read.
         progress: whether to show progress, or a title to show with it.
-        checkpoint: a file (with several processes a folder) written after each epoch; if it exists, training resumes from
-            it, on any number of processes. At SIGTERM it is written after the current step, and the process ends; the
-            resumed run continues within that epoch.
+        checkpoint: a file, or with several processes a folder to which each writes its part, written after each epoch; if
+            it exists, training resumes from it, on any number of processes. At SIGTERM it is written after the current
+            step, and the process ends; the resumed run continues within that epoch.
         checkpoint_seconds: least time in seconds between two writes; the last epoch is always written.
         ranks: "independent" makes every process of a distributed group train its own model; None trains one model with
             all processes.

@@ -5,6 +5,7 @@ import sys
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dissensus.utils.process_group import run_collective
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -24,7 +25,8 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import Partial  # imported by who divided it: it takes seconds
 
-    return tensor.full_tensor(grad_placements=[Partial()])  # type: ignore[attr-defined, no-any-return]
+    group = tensor.device_mesh.get_group(0)  # type: ignore[attr-defined]
+    return run_collective(lambda group: tensor.full_tensor(grad_placements=[Partial()]), group=group)  # type: ignore[attr-defined, no-any-return]
 
 
 def gather_full_tensors(tensors: Tensors) -> Tensors:

@@ -6,11 +6,12 @@ Tried on torch 2.11 (CPU and CUDA) and 2.13 (CPU).
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
@@ -51,6 +52,21 @@ def has_vmap_axis(x: Any) -> bool:
 def is_inside_ddp() -> bool:
     """Whether this is inside the forward of a DistributedDataParallel module."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def default_store() -> Any:
+    """The store of the group of all processes."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long processes of a group wait for each other."""
+    return group._get_backend(group._device_types[0]).options._timeout  # type: ignore[no-any-return]
+
+
+def set_group_timeout(group: Any, limit: timedelta) -> None:
+    """Lets processes of a group wait so long for each other."""
+    distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def outside_transforms() -> AbstractContextManager[object]:

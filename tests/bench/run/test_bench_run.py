@@ -1,10 +1,15 @@
 """Runs: objects from settings, files, resuming, stages that are done, damage, and how members differ over training."""
 
 import csv
+import functools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +81,61 @@ def test_a_bench_leaves_one_folder_per_method_and_seed(benched):
     seconds = json.loads((run / "training.json").read_text())["seconds"]
     of_epochs = sum(line["seconds"] for line in log)
     assert of_epochs <= seconds < of_epochs + 1  # and what drawing functions took in the end
+
+
+HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["in turn", "jobs"])
+def test_what_another_process_is_at_comes_last_and_is_taken_over_if_it_is_killed(tmp_path, processes, monkeypatch):
+    """As on two machines that share the folder."""
+    runs = [moons(folder=tmp_path / f"map-seed{seed}", seed=seed) for seed in (0, 1)]
+    for run in runs:
+        run.begin()
+    call = [sys.executable, "-c", HOLD, str(tmp_path / ".map-seed0.lock")]
+    told: list[str] = []
+    with subprocess.Popen(call, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()  # it has the lock
+
+        def tell(text):
+            told.append(text)
+            if (tmp_path / "map-seed1" / "metrics.json").exists() or "seed 1: evaluating" in text:
+                other.kill()
+
+        if processes > 1:  # the work of `--jobs` in this process, which costs no start
+            monkeypatch.setattr(jobs, "_run_groups", functools.partial(run_groups_here, jobs._run_groups))
+        evaluations = jobs.finish_runs(runs, jobs=processes, tell=tell)
+    order = [text.partition("]")[2] for text in told if re.search("training|done|another", text)]
+    first = " map-seed0: another process is at it" if processes > 1 else " map, seed 1: training"
+    assert order[0] == first
+    assert len(evaluations) == 2
+    assert evaluations[0].metrics != evaluations[1].metrics
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["map-seed0", "map-seed1"]  # no lock is left
+
+
+def run_groups_here(run_groups, groups, number, *args):
+    run_groups(groups, 1, *args)
+
+
+@pytest.mark.slow
+def test_two_commands_in_one_folder_train_every_run_once(tmp_path):
+    asked = ["bench", "moons", "--size", "smoke", "--seeds", "3", "--out", "shared"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(ds.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-m", "dissensus", *asked]
+    settings = {
+        "cwd": tmp_path,
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    said = [each.communicate(timeout=300)[0] for each in [subprocess.Popen(call, **settings) for _ in range(2)]]
+    trained = [re.findall(r"\] (\w+, seed \d): training", text) for text in said]
+    every = [f"{method}, seed {seed}" for method in ("deep_ensemble", "map", "mc_dropout") for seed in range(3)]
+    assert sorted([*trained[0], *trained[1]]) == every
+    assert all(trained), said  # each has had some of the work
+    assert (tmp_path / "shared" / "report.md").exists()
+    assert not [*(tmp_path / "shared").glob(".*")]
 
 
 def test_the_csv_holds_every_metric_in_full(benched):

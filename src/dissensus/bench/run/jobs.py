@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -25,7 +25,7 @@ from dissensus.core.divergence import Diverged
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
-from dissensus.storage.atomic_files import remove_strays, temporary_name, write_json
+from dissensus.storage.atomic_files import lock_file, remove_strays, temporary_name, write_json
 from dissensus.utils.checks import integer, one_of
 
 
@@ -101,12 +101,23 @@ def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Eval
     if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].is_shared):
         run_in_processes(groups, jobs, source=options.get("source"), tell=tell)
     with withdraw_on_failure(runs):
-        evaluations = [_finish_run(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
+        found: dict[int, Evaluation] = {}
+        for wait in (False, True):  # first what no other process is at
+            for i in (i for i in range(len(runs)) if i not in found):
+                with lock_runs(companions(runs[i], runs), wait=wait) as is_mine:
+                    if is_mine:
+                        found[i] = _finish_run(i + 1, runs[i], runs, progress=progress, tell=tell)
     if runs[0].is_shared:
         torchrun_ranks.exit_other_ranks()
     for out in dict.fromkeys(run.folder.parent for run in runs):
         remove_leftovers(out)
-    return evaluations
+    return [found[i] for i in range(len(runs))]
+
+
+def lock_runs(group: Sequence[Run], *, wait: bool) -> AbstractContextManager[bool]:
+    """Inside, True if no other process trains these runs, also on a machine that shares the folder."""
+    first = group[0].folder
+    return nullcontext(True) if group[0].is_shared else lock_file(first.with_name(f".{first.name}.lock"), wait=wait)
 
 
 @contextmanager
@@ -115,9 +126,10 @@ def withdraw_on_failure(runs: Sequence[Run]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for run in runs:
-            if run.is_new:
-                remove_unused_run(run.folder)
+        for run in (each for each in runs if each.is_new):
+            with lock_runs([run], wait=False) as is_mine:
+                if is_mine:
+                    remove_unused_run(run.folder)
         raise
 
 
@@ -249,6 +261,9 @@ def run_in_processes(
     """
     _run_groups(torchrun_ranks.groups_of_this_rank(groups), jobs, source, tell, keep_going)
     torchrun_ranks.exit_other_ranks()
+    for group in groups:
+        if not all(is_over(run.folder) for run in group):  # processes of another command were at it
+            train_and_evaluate(group, keep_going=keep_going, wait=True)
 
 
 def _run_groups(groups: Sequence[Sequence[Run]], jobs: int, source: str | None, tell: Tell, keep_going: bool) -> None:
@@ -278,12 +293,14 @@ def _run_groups(groups: Sequence[Sequence[Run]], jobs: int, source: str | None, 
             raise
 
 
-def train_and_evaluate(runs: Sequence[Run], *, keep_going: bool = False) -> None:
-    """Trains and evaluates one run, or several runs that share a training."""
+def train_and_evaluate(runs: Sequence[Run], *, keep_going: bool = False, wait: bool = False) -> None:
+    """Trains and evaluates one run, or several that share a training, unless another process is at them and `wait` is False."""
     try:
-        train_runs(runs)
-        for run in runs:
-            run.evaluate()
+        with lock_runs(runs, wait=wait) as is_mine:
+            if is_mine:
+                train_runs(runs)
+                for run in runs:
+                    run.evaluate()
     except Diverged as error:
         if not keep_going:
             raise
@@ -298,7 +315,8 @@ def is_over(folder: Path) -> bool:
 
 def _done_message(i: int, count: int, group: Sequence[Run]) -> str:
     lost = " (diverged)" if any((run.folder / DIVERGED).is_file() for run in group) else ""
-    return f"[{i}/{count}] {', '.join(run.folder.name for run in group)}: done{lost}"
+    end = f"done{lost}" if all(is_over(run.folder) for run in group) else "another process is at it"
+    return f"[{i}/{count}] {', '.join(run.folder.name for run in group)}: {end}"
 
 
 def _prepare_worker(source: str | None, threads: int) -> None:
