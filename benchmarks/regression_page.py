@@ -184,7 +184,7 @@ def network_sentence(rows: list[Row]) -> str:
     facts = {n: {key: int(by_key(rows, "set")[n][0][key]) for key in ("rows", "columns", "categories")} for n in names}
     ratio = {n: mean[n, CV] / mean[n, HISTOGRAM] for n in names}
     kinds = {
-        "the training rows": [facts[n]["rows"] for n in names],
+        "the number of training rows": [facts[n]["rows"] for n in names],
         "the share of columns that are categories": [facts[n]["categories"] / facts[n]["columns"] for n in names],
         f"the error of {LINEAR} over that of {HISTOGRAM}": [mean[n, LINEAR] / mean[n, HISTOGRAM] for n in names],
     }
@@ -192,7 +192,8 @@ def network_sentence(rows: list[Row]) -> str:
     adjusted = holm_p_values([float(each.pvalue) for each in found.values()])
     parts, sure = [], []
     for (kind, each), p_value in zip(found.items(), adjusted, strict=True):
-        parts.append(f"{each.statistic:+.2f} with {kind} (p = {p_value:.2f})".replace("-", "−", 1))
+        size = f"p = {p_value:.2f}" if p_value >= 0.01 else "p < 0.01"
+        parts.append(f"{each.statistic:+.2f} with {kind} ({size})".replace("-", "−", 1))
         if p_value < SIGNIFICANT:
             sure.append(f"where {kind} is {'small' if each.statistic > 0 else 'large'}")
     return (
