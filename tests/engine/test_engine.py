@@ -456,5 +456,6 @@ def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:
     assert memory.drawn == (6 + 2) * weights
     assert memory.bytes_at_once == unwatched.bytes_at_once + memory.recorded + memory.weights - unwatched.weights
     assert "recorders" in str(memory)
-    assert "afterwards a draw takes" in str(memory)
+    assert memory.bytes_with_draw == memory.bytes_at_once + 2 * (6 + 2) * weights
+    assert "while functions are drawn afterwards" in str(memory)
     assert "recorders" not in str(unwatched)

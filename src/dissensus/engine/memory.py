@@ -47,7 +47,7 @@ class Memory:
     members: int
     workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
-    drawn: int = 0  # weights sampled after training; not in the sums
+    drawn: int = 0  # weights sampled after training; only in `bytes_with_draw`
     # for the gradients of all members at once, measured when ways to run them were tried
     taken: PeakMemory = UNMEASURED
 
@@ -64,6 +64,11 @@ class Memory:
         """Bytes that torch takes from a GPU for that: streams, and libraries in a graph, do not share memory."""
         # Libraries allocate again within a graph, by measurements (benchmarks/training_memory.py) half as much.
         return self.bytes_at_once + self.taken.reserved - self.taken.alive + self.workspace // 2
+
+    @property
+    def bytes_with_draw(self) -> int:
+        """Bytes at most, with the draw after training, of which there are two copies for a while."""
+        return self.bytes_at_once + 2 * self.drawn
 
     @property
     def bytes_in_loop(self) -> int:
@@ -89,7 +94,8 @@ class Memory:
             f"{format_bytes(self.optimizer)}, activations {format_bytes(self.activations)} a member"
             + (f", recorders {format_bytes(self.recorded)}" if self.recorded else "")
             + (f", libraries {format_bytes(self.workspace)} a stream)" if self.workspace else ")")
-            + (f"; afterwards a draw takes {format_bytes(self.drawn)}" if self.drawn else "")
+            + (f"; {format_bytes(self.bytes_with_draw)} while functions are drawn afterwards, " if self.drawn else "")
+            + (f"{format_bytes(self.drawn)} of which stay" if self.drawn else "")
         )
 
 
