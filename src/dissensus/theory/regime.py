@@ -477,7 +477,7 @@ class Regime:
 
     def __str__(self) -> str:
         kinds = {"between": "between independent and collective", None: "regime unknown; pass inputs to measure it"}
-        kind = "one network" if self.members == 1 else kinds.get(self.kind, self.kind)
+        kind = "one network" if self.members == 1 else kinds.get(self.kind) or str(self.kind)
         rows = [("members", f"{self.members} with γ = {self.gamma:g}", kind)]
         if self.members > 1 and self.correlation is not None:
             effective = f"{self.effective_members:.1f} effective members, for random weights without biases"
