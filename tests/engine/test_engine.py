@@ -5,6 +5,7 @@ import copy
 import functools
 import logging
 import re
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -17,7 +18,7 @@ from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import strategies
 from dissensus.engine.cuda_graphs import timed_convolutions
-from dissensus.engine.memory import Memory, PeakMemory, training_memory
+from dissensus.engine.memory import HEAP, Memory, PeakMemory, training_memory
 from dissensus.engine.strategies import functional_member_gradients, make_strategy
 from thinning import thinned
 from tiny import Repelling
@@ -273,10 +274,33 @@ def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     assert memory.optimizer == 2 * weights
     assert memory.weights == weights + 4 + 8  # the temperature and the clock
     # Kept: the input, tanh's output, the log-softmax of the logits; the loss may keep a few bytes and y more.
-    least = 4 * 16 * (10 + 7 + 3)
-    assert least <= memory.activations <= least + 16 * 8 + 64
+    least = HEAP * 4 * 16 * (10 + 7 + 3)
+    assert least <= memory.activations <= least + HEAP * (16 * 8 + 64)
     assert memory.bytes_at_once == memory.bytes_in_loop + 4 * memory.activations
     assert "MiB" in str(memory) or "KiB" in str(memory)
+
+
+def test_counting_activations_leaves_none_behind() -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+
+    class Noted(nn.ReLU):
+        def forward(self, x: Tensor) -> Tensor:
+            outputs.append(weakref.ref(found := super().forward(x).exp()))  # exp saves its own result
+            return found
+
+    posterior = ds.MAP(nn.Sequential(nn.Linear(10, 7), Noted(), nn.Linear(7, 3)))
+    batch = Batch(torch.randn(16, 10), torch.randint(3, (16,)))
+    training_memory(posterior, torch.optim.SGD(posterior.parameters()), batch)
+    assert outputs
+    assert [each() for each in outputs] == [None] * len(outputs)
+
+
+def test_tensors_that_malloc_returns_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, batch = ds.MAP(nn.Linear(10, 3)), Batch(torch.randn(16, 10), torch.randint(3, (16,)))
+    optimizer = torch.optim.SGD(posterior.parameters())
+    heap = training_memory(posterior, optimizer, batch).activations
+    monkeypatch.setattr("dissensus.engine.memory.RETURNED", 0)
+    assert training_memory(posterior, optimizer, batch).activations == pytest.approx(heap / HEAP, abs=4)
 
 
 def test_the_size_of_a_prediction_is_known_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -427,5 +451,6 @@ def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:
     assert memory.drawn == (6 + 2) * weights
     assert memory.bytes_at_once == unwatched.bytes_at_once + memory.recorded + memory.weights - unwatched.weights
     assert "recorders" in str(memory)
-    assert "afterwards a draw takes" in str(memory)
+    assert memory.bytes_with_draw == memory.bytes_at_once + 2 * (6 + 2) * weights
+    assert "while functions are drawn afterwards" in str(memory)
     assert "recorders" not in str(unwatched)

@@ -38,6 +38,9 @@ def small(*layers):
         (lambda: theory.kernel(small(nn.BatchNorm1d(8)), X, weight_variance=2.0), ValueError, "got BatchNorm1d; leave it out"),
         (lambda: theory.kernel(small(nn.LayerNorm(8)), X, weight_variance=2.0), ValueError, "got LayerNorm; leave it out"),
         (lambda: theory.kernel(small(nn.Dropout()), X, weight_variance=2.0), ValueError, "got Dropout; leave it out"),
+        (lambda: theory.kernel(ds.nets.ResNet(20), X, weight_variance=2.0), ValueError, "an nn.Sequential or .*, got ResNet"),
+        (lambda: theory.kernel(ds.nets.MLP, X, weight_variance=2.0), TypeError, "got the class MLP; pass an nn.Sequential of"),
+        (lambda: theory.kernel(None, X, weight_variance=2.0), TypeError, "a network, got None"),
         (lambda: theory.embedded_kernels(X, u="sign", v=ONE, **LAW), ValueError, "2 for u, got 'sign'"),
         (lambda: theory.embedded_kernels(X, u=ONE, v=[ONE], **LAW), ValueError, "2 for v, got"),
         (lambda: theory.EmbeddedNetwork.draw(4, width=8, members=2, u="sign", v=ONE, **LAW), ValueError, "2 for u, got 'sign'"),
@@ -77,5 +80,5 @@ def test_factors_of_zero_are_no_division_by_zero():
     posterior = ds.BatchEnsemble(net, members=3, modulation=Modulation.sign())
     for factors in posterior.modulations.values():
         factors.data.zero_()
-    assert "of unknown regime" in str(theory.regime(posterior))
+    assert "regime unknown" in str(theory.regime(posterior))
     assert theory.regime(posterior, X).rate > 0

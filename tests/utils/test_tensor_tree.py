@@ -1,6 +1,8 @@
 """The tree of tensors knows its names, which are kept between calls; how tensors lie in memory is kept too."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -266,3 +268,23 @@ def test_what_has_memory_of_its_own_is_not_copied():
 )
 def test_strides_that_overlap_or_take_far_too_much_memory_do_not_fit(shape, strides):
     assert not is_valid_layout(shape, strides)
+
+
+def test_nodes_that_come_or_go_are_seen_and_a_tree_is_deleted_at_once():
+    tree = TensorTree()
+    tree.add_tensor("a.weight", nn.Parameter(torch.ones(2)))
+    assert list(tree.parameters_and_buffers()[0]) == ["a.weight"]
+    tree.add_tensor("a.b.bias", torch.zeros(2))
+    tree = copy.deepcopy(tree)
+    prune.identity(tree.a, "weight")
+    parameters, buffers = tree.parameters_and_buffers()
+    assert (list(parameters), list(buffers)) == (["a.weight_orig", "a.weight"], ["a.weight_mask", "a.b.bias"])
+    del tree.a.b
+    assert list(tree.parameters_and_buffers()[1]) == ["a.weight_mask"]
+    gone = weakref.ref(tree)
+    gc.disable()
+    try:
+        del tree
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -21,6 +21,9 @@ from dissensus.utils.text import format_bytes as format_bytes
 from dissensus.utils.torch_private import free_cublas_workspaces
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
+# glibc returns freed tensors above 32 MiB to the system at once; of smaller ones, allocated and freed in every step, its heap
+# keeps three quarters more than are ever alive at a time, by measurements (benchmarks/training_memory.py --device cpu).
+RETURNED, HEAP = 2**25, 1.75
 
 
 class PeakMemory(NamedTuple):
@@ -40,11 +43,11 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # of one member on one batch; on a GPU including temporaries
+    activations: int  # of one member on one batch; on a GPU with temporaries, on a CPU with what malloc keeps of them
     members: int
     workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
-    drawn: int = 0  # weights sampled after training; not in the sums
+    drawn: int = 0  # weights sampled after training; only in `bytes_with_draw`
     # for the gradients of all members at once, measured when ways to run them were tried
     taken: PeakMemory = UNMEASURED
 
@@ -61,6 +64,11 @@ class Memory:
         """Bytes that torch takes from a GPU for that: streams, and libraries in a graph, do not share memory."""
         # Libraries allocate again within a graph, by measurements (benchmarks/training_memory.py) half as much.
         return self.bytes_at_once + self.taken.reserved - self.taken.alive + self.workspace // 2
+
+    @property
+    def bytes_with_draw(self) -> int:
+        """Bytes at most, with the draw after training, of which there are two copies for a while."""
+        return self.bytes_at_once + 2 * self.drawn
 
     @property
     def bytes_in_loop(self) -> int:
@@ -86,7 +94,8 @@ class Memory:
             f"{format_bytes(self.optimizer)}, activations {format_bytes(self.activations)} a member"
             + (f", recorders {format_bytes(self.recorded)}" if self.recorded else "")
             + (f", libraries {format_bytes(self.workspace)} a stream)" if self.workspace else ")")
-            + (f"; afterwards a draw takes {format_bytes(self.drawn)}" if self.drawn else "")
+            + (f"; {format_bytes(self.bytes_with_draw)} while functions are drawn afterwards, " if self.drawn else "")
+            + (f"{format_bytes(self.drawn)} of which stay" if self.drawn else "")
         )
 
 
@@ -178,7 +187,7 @@ def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype |
 
 
 def _activation_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
-    """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
+    """Bytes for what autograd keeps for one member's backward pass, without its weights and the batch."""
     if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
         return 0
     state = gradients.detached_state(posterior).member(0)
@@ -190,13 +199,13 @@ def _activation_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # not the tensor: a graph that holds its own output is never freed
 
     with preserve_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = posterior.member_loss(params, state.buffers(), batch)
         del result
-    return sum(kept.values())
+    return sum(size if size > RETURNED else int(HEAP * size) for size in kept.values())
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -91,6 +91,6 @@ class _Transposed:
         if input.ndim != 2:
             return F.linear(input, weight, bias)
         # Compilers and exporters would fix the number of rows.
-        few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(input) <= FEW
+        few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and input.shape[0] <= FEW
         product = input @ weight.mT if few else (weight @ input.mT).mT  # (B, O)
         return product if bias is None else product + bias

@@ -1,8 +1,7 @@
 """Random numbers: draws use their own generators, and the state of torch's global ones, which threads share, is restored."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,14 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-@contextmanager
-def without_advancing() -> Iterator[None]:
+class without_advancing:  # not a generator, which takes three times as long
     """Inside, this thread's draws do not advance torch's generator."""
-    before, _thread.looks_ahead = _thread.looks_ahead, True
-    try:
-        yield
-    finally:
-        _thread.looks_ahead = before
+
+    def __enter__(self) -> None:
+        self.before, _thread.looks_ahead = _thread.looks_ahead, True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.looks_ahead = self.before
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -63,19 +62,22 @@ def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.devic
         torch.cuda.set_rng_state(there, device)
 
 
-@contextmanager
-def preserve_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
+class preserve_random_state:  # not a generator, which takes three times as long
     """Restores the states of torch's generators, the host's and the device's, afterwards, where they have changed.
 
     `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
     state is not restored, because these threads would get the same numbers twice.
     """
-    before = generator_states(device)
-    try:
-        yield
-    finally:
-        if mine() or threading.active_count() == 1:
-            restore_generators(before, device)
+
+    def __init__(self, device: torch.device, *, mine: Callable[[], bool] | None = None) -> None:
+        self.device, self.mine = device, mine
+
+    def __enter__(self) -> None:
+        self.before = generator_states(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        if self.mine is None or self.mine() or threading.active_count() == 1:
+            restore_generators(self.before, self.device)
 
 
 def save_random_state() -> Callable[[], None]:

@@ -435,7 +435,7 @@ CROWDED = 0.075  # (M − 1)/N above which members are not independent
 
 @dataclass(frozen=True)
 class Regime:
-    """The predicted regime of an embedded ensemble, made by `regime`; `str()` describes it in a sentence."""
+    """The predicted regime of an embedded ensemble, made by `regime`; `str()` is a table: what, value, verdict."""
 
     members: int
     gamma: float
@@ -476,23 +476,27 @@ class Regime:
         return ""
 
     def __str__(self) -> str:
-        stable = "" if self.rate is None else f"; SGD is stable up to a learning rate of {self.rate:.3g}"
-        if self.members == 1:
-            return f"1 member with γ = {self.gamma:g} is one network{stable}"
-        kinds = {"between": "between independent and collective", None: "of unknown regime (pass inputs to measure it)"}
-        said = f"{self.members} members with γ = {self.gamma:g} are {kinds.get(self.kind, self.kind)}: correlation "
-        if self.correlation is None:
-            said += "unknown for random weights"
-        else:
-            said += f"{_two_decimals(self.correlation)} predicted for random weights without biases "
-            said += f"({self.effective_members:.1f} effective)"
+        kinds = {"between": "between independent and collective", None: "regime unknown; pass inputs to measure it"}
+        kind = "one network" if self.members == 1 else kinds.get(self.kind) or str(self.kind)
+        rows = [("members", f"{self.members} with γ = {self.gamma:g}", kind)]
+        if self.members > 1 and self.correlation is not None:
+            effective = f"{self.effective_members:.1f} effective members, for random weights without biases"
+            rows.append(("correlation predicted", _two_decimals(self.correlation), effective))
         if self.measured_correlation is not None:
-            said += f", {_two_decimals(self.measured_correlation)} measured for these members on the inputs"
-        if self.overlap is not None:
-            where = "measured" if self.measured else "in the wide limit"
-            said += f"; kernels between members {_two_decimals(self.overlap)} of those within, {where}"
-        said += stable
-        return f"{said}; {self.advice}" if self.advice else said
+            rows.append(
+                ("correlation measured", _two_decimals(self.measured_correlation), "these members on the inputs")
+            )
+        if self.members > 1 and self.overlap is not None:
+            where = (
+                f"independent up to {FEW:g}, collective from {MANY:g}; {'measured' if self.measured else 'wide limit'}"
+            )
+            rows.append(("(M − 1) kernel overlap κ", _two_decimals((self.members - 1) * self.overlap), where))
+        if self.rate is not None:
+            rows.append(("largest stable rate", f"{self.rate:.3g}", "SGD without momentum on the inputs"))
+        if self.advice:
+            rows.append(("advice", "", self.advice))
+        first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+        return "\n".join(f"{what:<{first}}  {value:<{second}}  {verdict}" for what, value, verdict in rows)
 
 
 def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = None) -> Regime:

@@ -282,6 +282,9 @@ def _output_moments(units: UnitMoments) -> UnitMoments:
 
 def _check_described(network: nn.Module) -> None:
     """Raises if the network does more than its layers describe, or uses a weight twice."""
+    if not isinstance(network, nn.Module):
+        got = f"the class {network.__name__}" if isinstance(network, type) else repr(network)
+        raise TypeError(f"expected a network, got {got}; pass an nn.Sequential of {KNOWN}")
     for name, part in network.named_modules():
         written = not part.forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
         if part._forward_hooks or part._forward_pre_hooks or is_parametrized(part) or written:
@@ -391,6 +394,10 @@ def _propagate_activation(layer: nn.Module, units: UnitMoments) -> UnitMoments:
     try:
         activation = activation_of(layer)
     except ValueError:
+        if next(layer.children(), None) is not None:
+            got = f"{type(layer).__name__}, whose forward it cannot read"
+            advice = f"write it as an nn.Sequential of {KNOWN}, or {MEASURE}"
+            raise ValueError(f"expected an nn.Sequential or nets.MLP, got {got}; {advice}") from None
         advice = f"leave it out, or {MEASURE}. Known layers: {KNOWN}, which are {', '.join(ACTIVATIONS)}"
         raise ValueError(f"expected layers with a known kernel, got {type(layer).__name__}; {advice}") from None
     if not units.gaussian:

@@ -18,21 +18,30 @@ _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "
 class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's."""
 
-    # They are read at every call, so that those of `torch.func.functional_call` are seen.
+    # Tensors are read at every call, so that those of `torch.func.functional_call` are seen; nodes are found once.
+    _known: tuple["SubmoduleCache", list[nn.Module], list[tuple[str, nn.Module]]] | None = None
 
     def parameters_and_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
         if torch.compiler.is_dynamo_compiling():
             return dict(self.named_parameters()), dict(self.named_buffers())
-        found = named_submodules(self)
+        found = [("", self), *self._named_nodes()]
         parameters = {path + key: tensor for path, node in found for key, tensor in node._parameters.items()}
         buffers = {path + key: tensor for path, node in found for key, tensor in node._buffers.items()}
         for path, node in found:
-            for leaf in derived_names(node):
+            for leaf in derived_names(node) if node._forward_pre_hooks or "parametrizations" in node._modules else ():
                 for hook in node._forward_pre_hooks.values():
                     hook(node, ())
                 parameters[path + leaf] = getattr(node, leaf)
         return parameters, buffers  # type: ignore[return-value]  # no tensor of a tree is None
+
+    def _named_nodes(self) -> list[tuple[str, nn.Module]]:
+        """(path, node) of the nodes below this one, which is not among them: it would be deleted late."""
+        cache, known, nodes = self._known or (SubmoduleCache(), [], [])
+        if (found := cache(*self._modules.values())) is not known:
+            nodes = named_submodules(self)[1:]
+            self._known = cache, found, nodes
+        return nodes
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
