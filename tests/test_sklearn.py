@@ -546,6 +546,7 @@ QUICK = (  # checks that fit once or twice; all of them wait for the slow suite
     "check_methods_subset_invariance",
     "check_methods_sample_order_invariance",
     "check_dataframe_column_names_consistency",
+    "check_estimator_sparse_array",
 )
 
 

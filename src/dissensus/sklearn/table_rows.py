@@ -16,7 +16,7 @@ COPIES = 10  # most copies of a row, on average: more are rows of their own, and
 
 def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
     """A DataFrame, also for a dict of columns, or an array; column names and number must equal those of the training rows."""
-    if isinstance(x, Mapping):
+    if isinstance(x, Mapping) and not hasattr(x, "toarray"):  # one kind of sparse matrix is a dict
         require_extra("tables")
         from pandas import DataFrame
 
