@@ -73,6 +73,8 @@ HEAVY_ALLOWED = {
     ("bench/task/schema.py", "pydantic"),
     *((f"data/{name}.py", "PIL") for name in ("images", "segmentation")),
     ("sklearn/estimators.py", "sklearn"),
+    ("sklearn/table_rows.py", "pandas"),
+    ("sklearn/table_rows.py", "sklearn"),
     ("integrations/hf.py", "transformers"),
     ("integrations/lightning.py", "lightning"),
     *(("export_model.py", name) for name in ("onnx", "onnxruntime")),

@@ -20,7 +20,8 @@ from sklearn.preprocessing import FunctionTransformer  # noqa: E402
 from sklearn.utils.estimator_checks import estimator_checks_generator  # noqa: E402
 
 from dissensus.sklearn import Classifier, Regressor, load  # noqa: E402
-from dissensus.sklearn.estimators import EarlyStopping, sort_rows, split_rows  # noqa: E402
+from dissensus.sklearn.estimators import EarlyStopping  # noqa: E402
+from dissensus.sklearn.table_rows import sort_rows, split_rows  # noqa: E402
 from refusals import refuses  # noqa: E402
 from thinning import often  # noqa: E402
 
@@ -545,6 +546,7 @@ QUICK = (  # checks that fit once or twice; all of them wait for the slow suite
     "check_methods_subset_invariance",
     "check_methods_sample_order_invariance",
     "check_dataframe_column_names_consistency",
+    "check_estimator_sparse_array",
 )
 
 

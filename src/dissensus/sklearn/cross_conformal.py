@@ -31,8 +31,7 @@ def cross_interval(folds: Sequence[FoldPrediction], level: float) -> tuple[Tenso
     """(lower, upper), each (N, D), for each output separately."""
     weight = torch.cat([fold.weight for fold in folds])[:, None]
     moments = [(fold.predictive.mean, fold.predictive.total.sqrt(), fold.scores[:, None]) for fold in folds]
-    rows, outputs = moments[0][0].shape
-    parts = torch.arange(rows).split(max(1, NUMBERS // weight.numel()))
+    parts = torch.split(torch.arange(len(moments[0][0])), max(1, NUMBERS // weight.numel()))
     if len(folds) == 1:  # all rows have the same order of scores
         mean, deviation, scores = moments[0]
         threshold = weighted_quantile(scores[:, 0], weight[:, 0].cumsum(0), level, weight.new_ones(1))
@@ -42,7 +41,7 @@ def cross_interval(folds: Sequence[FoldPrediction], level: float) -> tuple[Tenso
         ends = torch.cat([sign * mean[part] + scores * deviation[part] for mean, deviation, scores in moments])
         ordered, order = ends.flatten(1).sort(0)  # (n, B · D)
         mass = weight.expand_as(ends).flatten(1).gather(0, order).cumsum(0)
-        return sign * weighted_quantile(ordered, mass, level, weight.new_ones(1)).reshape(-1, outputs)
+        return sign * weighted_quantile(ordered, mass, level, weight.new_ones(1)).reshape(ends.shape[1:])
 
     return torch.cat([quantile(-1, part) for part in parts]), torch.cat([quantile(1, part) for part in parts])
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,14 +21,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import GroupKFold
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_array,
-    check_consistent_length,
-    check_is_fitted,
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from dissensus.calibration.calibrate import best_temperature, predict_held_out
@@ -41,24 +34,22 @@ from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.input_transforms import Standardiser, TableInputs
-from dissensus.data.splits import split_indices
-from dissensus.data.table_encoding import TableEncoder, comparable_values, table_columns
+from dissensus.data.table_encoding import TableEncoder
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
 from dissensus.nets import MLP
 from dissensus.sklearn.cross_conformal import FoldPrediction, cross_interval, cross_set
+from dissensus.sklearn.table_rows import checked_table, sort_rows, split_rows, split_units, take_rows, weighted_rows
 from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch, History
 from dissensus.utils.checks import fraction, integer, number, one_of
-from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.parameter_groups import optimizer_refusal
 
 MEMBERS = 5
 TrainingRows = tuple[Any, np.ndarray, np.ndarray, bool, np.ndarray]  # table, targets, weights, whether copies, units
-COPIES = 10  # most copies of a row, on average: more are rows of their own, and higher weights are factors of the loss
 TABLE = "table.json"
 STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
 LEAST = 20  # fewest validation rows; with fewer the last epoch is kept
@@ -149,75 +140,6 @@ def build_posterior(
 
 def _last_two_layers(network: nn.Module) -> list[str]:
     return [name for name, layer in network.named_modules() if next(layer.children(), None) is None][-2:]
-
-
-def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
-    """A DataFrame, also for a dict of columns, or an array; column names and number must equal those of the training rows."""
-    if isinstance(x, Mapping):
-        require_extra("tables")
-        from pandas import DataFrame
-
-        x = DataFrame(dict(zip(*table_columns(x), strict=True)))  # type: ignore[arg-type]
-        order = [] if reset else list(getattr(estimator, "feature_names_in_", ()))
-        x = x[order] if set(order) == set(x.columns) else x  # a dict's order means nothing
-    if hasattr(x, "columns"):
-        validate_data(estimator, x, reset=reset, skip_check_array=True)
-        return x
-    if isinstance(x, list | tuple) and np.asarray(x).dtype.kind in "US":
-        x = np.array(x, dtype=object)  # numbers beside text stay numbers
-    array = validate_data(estimator, x, reset=reset, dtype=None, ensure_all_finite=False)
-    names = getattr(estimator, "feature_names_in_", None)
-    return array if reset or names is None else dict(zip(names, array.T, strict=True))
-
-
-def weighted_rows(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(rows of a weight above 0, these weights, whether the weights are numbers of copies: whole and small)."""
-    weights = _check_sample_weight(sample_weight, table if hasattr(table, "shape") else y, ensure_non_negative=True)
-    rows = np.flatnonzero(weights)
-    if not len(rows):  # older versions of scikit-learn do not look
-        raise ValueError("expected a sample weight above 0, got only zeros; leave out the weights to count all rows")
-    return rows, weights[rows], bool((weights == weights.round()).all() and weights.sum() <= COPIES * len(rows))
-
-
-def sort_rows(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(indices into `rows`, sorted by the rows' contents, so that training does not depend on their order; group numbers,
-    shared by equal rows)."""
-    names, columns = table_columns(take_rows(table, rows))
-    seen = [comparable_values(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
-    parts = np.stack([*seen, *(y.reshape(len(y), -1)[rows].T + 0.0)], 1)
-    keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
-    order = np.argsort(keys, kind="stable")
-    return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])
-
-
-def split_units(groups: np.ndarray) -> np.ndarray:
-    """(N,) numbers of rows that stay in one part: one for equal rows, unless there are more than `COPIES` on average."""
-    found, numbers = np.unique(groups, return_inverse=True)
-    return np.arange(len(groups)) if COPIES * len(found) < len(groups) else numbers
-
-
-def split_rows(
-    groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
-) -> list[np.ndarray]:
-    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty; see `split_units`."""
-    groups = split_units(groups)
-    first = np.unique(groups, return_index=True)[1]
-    left, parts = np.arange(len(first)), []
-    for place, part in enumerate(shares):
-        held = round(part * len(first))
-        parts.append(left[:0])
-        if part and held >= least and held < len(left):
-            strata = None if labels is None else torch.from_numpy(labels[first[left]])
-            kept, taken = split_indices(len(left), validation=held, seed=seed + place, labels=strata)
-            left, parts[-1] = left[kept.numpy()], left[taken.numpy()]
-    return [np.flatnonzero(np.isin(groups, part)) for part in (left, *parts)]
-
-
-def take_rows(table: Any, rows: np.ndarray) -> Any:
-    """Rows of a DataFrame, a dict of columns or an array."""
-    if hasattr(table, "iloc"):
-        return table.iloc[rows]
-    return {name: column[rows] for name, column in table.items()} if isinstance(table, dict) else table[rows]
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
