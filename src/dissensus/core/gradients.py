@@ -73,9 +73,9 @@ class State(NamedTuple):
         return {**self.shared_buffers, **self.own_buffers}
 
 
-def allocate_stacks(particles: Particles, state: State, lanes: MemberLanes) -> Tensors:
-    """Stacks (M, ...) for own gradients and for buffers, which members in several lanes fill beside the work of the others."""
-    if lanes is ONE_LANE or particles.exchange is not ALONE or particles.members < 2:
+def allocate_stacks(particles: Particles, state: State) -> Tensors:
+    """Stacks (M, ...) for own gradients and buffers: a member fills its rows, and what it made goes before the next begins."""
+    if particles.exchange is not ALONE or particles.members < 2:
         return {}
     first, count = state.member(0).buffers(), particles.members
     buffers = {name: each.new_empty((count, *each.shape)) for name, each in first.items()}
@@ -267,7 +267,7 @@ def looped_gradients(
             streams.append(save_random_state())  # after one run of each member: the final state of the generators
             pulls = _cotangents_of_each(posterior, seen)
 
-        found, stacks = [], allocate_stacks(posterior.particles, state, lanes)
+        found, stacks = [], allocate_stacks(posterior.particles, state)
         for i in members:
             if streams:
                 streams[i]()
@@ -297,7 +297,7 @@ def looped_keeping_graphs(
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
-    found, stacks = [], allocate_stacks(posterior.particles, state, lanes)
+    found, stacks = [], allocate_stacks(posterior.particles, state)
     for i, wanted in enumerate(leaves):
         with lane(i):
             # Taken off the list, so that what is left of its graph is freed for the next member in this lane.
