@@ -109,7 +109,7 @@ FLOORS = {
         "build prediction_splits convert",
         "evaluate_run",
         "run",
-        "shared_training",
+        "shared_training expected_time",
         "jobs",
         "segment_images",
     ],

@@ -6,6 +6,7 @@ runs/ID/config.toml                     the run's settings and provenance
         posterior/                      `dissensus.load` reads it
         calibrated/                     the posterior with the task's [calibration]
         training.json                   seconds, the epoch kept, the temperature
+        warnings.json                   warnings logged by the run, if there were any
         predictions/SPLIT.safetensors   the members' predictions
         metrics.json, arrays.safetensors
 """
@@ -16,7 +17,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,7 +230,7 @@ class Run:
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
-        with self.seeded_context():
+        with self.seeded_context(), run_folder.keep_warnings([self.folder]):
             posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
             if training["epochs"] == 0:
                 return self._save_untrained(posterior)
@@ -344,7 +345,12 @@ class Run:
         self.wait_until_written()
 
     def measure(self) -> Evaluation:
-        """Computes the run's Evaluation from the files of `predict`; stores it in metrics.json and arrays.safetensors."""
+        """The run's Evaluation, computed from the files of `predict` unless stored; logged warnings are in its notes."""
+        found = self._measure()
+        return replace(found, notes=found.notes | run_folder.read_warnings(self.folder))
+
+    def _measure(self) -> Evaluation:
+        """Reads the Evaluation, or computes and stores it in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return run_folder.read_evaluation(self.folder)
         if not self.is_writer:
@@ -362,8 +368,9 @@ class Run:
         """Predicts and measures a trained run; returns its Evaluation."""
         if not self.is_trained:
             raise run_folder.untrained_error(self.folder)
-        self.predict(tell=tell)
-        return self.measure()
+        with run_folder.keep_warnings([self.folder]):
+            self.predict(tell=tell)
+            return self.measure()
 
     def predictions(self) -> Predictions:
         """The members' predictions for the test rows."""
