@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import dissensus as ds
-from dissensus.bench.report import report_figures, tables
+from dissensus.bench.report import comparisons, report_figures, tables
 from dissensus.bench.report.html_report import render_template, report_content, write_report
 from dissensus.bench.report.measures import measures
 from dissensus.bench.report.results import results_of_evaluations
@@ -564,6 +564,54 @@ def test_a_best_number_is_shaded_over_several_seeds_and_by_enough_to_matter(by, 
     assert [cell.clear for cell in main.cells] == [shaded, False]
     (cell,) = next(r for r in tables.difference_table(results, found, against, "worse").rows if r.label == "NLL").cells
     assert cell.clear == shaded
+
+
+def guessing(kind: str) -> Evaluation:
+    """One that answers no better than a constant, with the best calibration of all."""
+    if kind == "regression":
+        found = regression(0)
+        y = found.arrays["test/target"].double().reshape(-1)
+        arrays = found.arrays | {"test/squared_error": (y - y.mean()).square()}
+        return replace(found, arrays=arrays, metrics=found.metrics | {"nll": -9.0, "coverage90": 0.9})
+    found = classification(0)
+    constant = (found.arrays["test/target"] == found.arrays["test/target"].mode().values).double()
+    metrics = found.metrics | {"accuracy": float(constant.mean()), "ece": 0.0}
+    return replace(found, arrays=found.arrays | {"test/correct": constant}, metrics=metrics)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_nothing_of_a_method_near_chance_is_best_or_better(kind):
+    good = classification(0)
+    if kind == "regression":
+        good = regression(0)
+        good = replace(good, arrays=good.arrays | {"test/squared_error": good.arrays["test/squared_error"] * 1e-3})
+    given = {"guess": [guessing(kind)] * 2, "good": [good] * 2, "more": [shifted(good, 0.1)] * 2}
+    results = results_of_evaluations(given, "t")
+    assert results.near_chance == {"guess"}
+    found, draws = tables.measures_and_draws(results)
+    against = tables.compare_with_baseline(results, found, draws, "good")
+    made = tables.main_table(results, found, draws), tables.difference_table(results, found, against, "good")
+    cells = [row.cells[0] for table in made for row in table.rows]
+    assert not any(cell.best or cell.clear or cell.equal for cell in cells)
+    assert any(cell.best for row in made[0].rows for cell in row.cells[1:])
+    assert made[0].columns[0] == "guess¹"
+    assert made[0].notes[0].startswith("¹ Near chance")
+    content = report_content(results, with_figures=False)
+    assert not any("guess" in sentence for sentence in content["headline"])
+
+
+def test_a_number_is_not_both_best_and_like_the_best_and_rounding_is_no_difference():
+    one = classification(0)
+    near = replace(shifted(one, 0.0), metrics=one.metrics | {"nll": one.metrics["nll"] + 1e-9})
+    results = results_of_evaluations({"a": [one, classification(1)], "b": [near, classification(1)]}, "t")
+    found, draws = tables.measures_and_draws(results)
+    cells = [cell for row in tables.main_table(results, found, draws).rows for cell in row.cells]
+    assert not any(cell.best and cell.equal for cell in cells)
+    accuracy = next(measure for measure in found if measure.key == "accuracy")
+    spread = comparisons.Spread(0.01, 1, 0.01)
+    compared = comparisons.MethodComparison(0.7, 0.1 + 0.2 + 0.4, spread, 2, "")
+    assert compared.first != compared.second
+    assert tables.signed_text(accuracy, compared.difference) == "0.00"
 
 
 def test_nothing_is_marked_where_all_numbers_are_the_same():
