@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+__all__ = ["read"]
+
 
 def __getattr__(name: str) -> Any:
     if name != "read":
