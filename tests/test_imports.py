@@ -109,7 +109,7 @@ FLOORS = {
         "build prediction_splits convert",
         "evaluate_run",
         "run",
-        "shared_training expected_time",
+        "shared_training",
         "jobs",
         "segment_images",
     ],

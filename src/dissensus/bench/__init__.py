@@ -1,4 +1,4 @@
-"""The bench: tasks, runs, reports and the command line; `read` returns the results of a folder that a bench wrote."""
+"""The bench: tasks, runs, reports and the command line; `read` returns results."""
 
 from importlib import import_module
 from typing import Any

@@ -196,9 +196,12 @@ def report_command(
 ) -> None:
     """Write results.csv, report.md and report.html of evaluated runs, or one file, such as LaTeX tables in page.tex."""
     folder = jobs.find_runs(runs)[0].parent if out is None else out
-    lists = {"methods": name_list(methods), "names": name_list(names), "metrics": name_list(metrics)}
-    asked: dict[str, Any] = {"baseline": baseline, "holm": holm, "figures": figures, "transpose": transpose, **lists}
-    results, written = jobs.report_runs(runs, folder, **asked)
+    shown = {"methods": name_list(methods), "names": name_list(names), "metrics": name_list(metrics)}
+    results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm, transpose=transpose, **shown)
+    if figures is not None:
+        from dissensus.bench.report.report_figures import write_figures  # loads matplotlib
+
+        written += write_figures(results, writable_folder(figures))
     print_results(results)
     print_each(written)
 

@@ -1,17 +1,11 @@
 """Text that is safe to show, numbers of bytes as text, and a table of predictions for notebooks."""
 
-import re
 from typing import Any
 
 from torch import Tensor
 
 # Control characters that could steer a terminal; newlines and tabs are kept
 CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\n\t"})
-
-
-def slug(text: str) -> str:
-    """A text as a file's name: small letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def format_bytes(size: int) -> str:

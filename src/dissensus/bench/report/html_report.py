@@ -16,7 +16,6 @@ from dissensus.bench.report.published_numbers import reference_sentences, refere
 from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
 from dissensus.storage.atomic_files import write_text
 from dissensus.utils.progress import is_reporting_process
-from dissensus.utils.text import slug
 
 NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
 SUFFIXES = (*NAMES, ".tex")
@@ -66,20 +65,17 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     against = family if family.comparisons else None
     alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
     corruptions, attacks = (
-        {
-            measure.label: make(results, measure.key, measure, marked=alike and measure.best is not None)
-            for measure in of
-        }
+        [(m.label, table) for m in of if (table := make(results, m.key, m, marked=alike and m.best is not None))]
         for make, of in ((tables.corruption_table, DETAILED[:2]), (tables.attack_table, DETAILED))
     )
     details = [
-        ("By type of corruption", "Mean over severities.", _existing_tables(corruptions)),
-        ("By attack and radius", "Uncertainty should grow where accuracy falls.", _existing_tables(attacks)),
+        ("By type of corruption", "Mean over severities.", corruptions),
+        ("By attack and radius", "Uncertainty should grow where accuracy falls.", attacks),
     ]
     return {
         "title": results.title,
         "description": results.description,
-        "banner": prose.SMOKE if prose.is_smoke(results) else "",
+        "banner": prose.SMOKE if any(each.get("size") == "smoke" for each, _ in results.iterate_evaluations()) else "",
         "headline": prose.headline(results, found, draws, against),
         "cautions": prose.cautions(results, draws),
         "claims": prose.question_sentences(results) if alike else [],
@@ -107,10 +103,6 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         f"interval excludes zero exactly if p < 0.05. {comparison_sentence(results, against)}",
         "glossary": _glossary(found),
     }
-
-
-def _existing_tables(named: Mapping[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
-    return [(name, table) for name, table in named.items() if table is not None]
 
 
 def _counting_sentence(results: Results) -> str:
@@ -222,11 +214,10 @@ def _environment(*, autoescape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri, "slug": slug}
-    environment.filters["svg"] = lambda figure, prefix: report_figures.svg(figure, prefix)
-    environment.globals["latex"] = lambda table, caption, text="": render_template(
-        "grid.tex.j2", {"table": table, "caption": caption, "text": text}
-    )
+    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri}
+    environment.filters |= {"slug": report_figures.slug, "svg": lambda *drawn: report_figures.svg(*drawn)}
+    name = "grid.tex.j2"
+    environment.globals["latex"] = lambda table, caption, text="": render_template(name, {**locals()})
     return environment
 
 

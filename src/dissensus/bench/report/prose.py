@@ -95,11 +95,6 @@ def headline(results: Results, found: list[Measure], draws: MeasureDraws, agains
     return [each for each in sentences if each]
 
 
-def is_smoke(results: Results) -> bool:
-    """Whether a run was only a smoke test."""
-    return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
-
-
 def test_set_sentences(each: dict[str, ResampledMeasure]) -> list[str]:
     """Why some methods are not compared; empty if all were tested on the same examples in the same order."""
     first, rows = next(iter(each)), overlap_by_method(each)

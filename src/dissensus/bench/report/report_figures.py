@@ -2,10 +2,9 @@
 
 import base64
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from dissensus.evaluation.loader_predictions import GROUPS
 from dissensus.plots import charts
 from dissensus.plots.charts import INK, Curve, Palette, Panel, curve_figure, marker_style, short_name
 from dissensus.storage.atomic_files import write_bytes, write_text
-from dissensus.utils.text import slug
 
 
 def guarantee_section(results: Results, palette: Palette) -> Made | None:
@@ -86,15 +84,12 @@ def _guarantee_names(results: Results, ending: str) -> list[str]:
 
 def _method_curves(results: Results, palette: Palette, x: Sequence[float], keys: Sequence[str]) -> list[Curve]:
     """One curve per method that has all these metrics, averaged over seeds."""
+    style = {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(results.methods)}
     return [
-        Curve(list(x), _metric_means(several, keys), short_name(method), {"color": palette[method], **marker_style(i)})
-        for i, (method, several) in enumerate(results.methods.items())
-        if all(key in each.metrics for each in several for key in keys)
+        Curve(list(x), [mean_over_seeds(key, several) for key in keys], short_name(method), style[method])
+        for method, several in results.methods.items()
+        if all(all_have_metric(key, several) for key in keys)
     ]
-
-
-def _metric_means(several: Sequence[Evaluation], keys: Sequence[str]) -> list[float]:
-    return [math.fsum(each.metrics[key] for each in several) / len(several) for key in keys]
 
 
 def _first_metric(results: Results, key: str) -> float:
@@ -135,7 +130,12 @@ def sections(results: Results) -> list[Section]:
         (figure_sections.implicit_section(first), {"first_seed": True}),
         (figure_sections.attack_section(results, palette), {"wide": True}),
     ]
-    return [Section(*section, **how) for section, how in made if section is not None and section[2]]
+    return [replace(Section(*section), **how) for section, how in made if section is not None and section[2]]
+
+
+def slug(text: str) -> str:
+    """A text as a file's name: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def write_figures(results: Results, folder: Path) -> list[Path]:

@@ -29,9 +29,6 @@ from dissensus.utils.text import CONTROL as CONTROL
 FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
 
-Names = Sequence[str]
-
-
 class SettingSweep(NamedTuple):
     """A setting in which runs differ, and its value for each method that has it."""
 
@@ -76,7 +73,11 @@ class Results:
         return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
 
     def arrange(
-        self, *, methods: Names = (), names: Names = (), metrics: Names = (), transpose: bool = False
+        self,
+        methods: Sequence[str] = (),
+        names: Sequence[str] = (),
+        metrics: Sequence[str] = (),
+        transpose: bool = False,
     ) -> Results:
         """These methods, with new names ("old=new"), and these metrics, both in this order; all if empty."""
         renamed = dict(each.partition("=")[::2] for each in names)
@@ -99,10 +100,11 @@ class Results:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per method and seed: its origin, every metric, and warnings if there are some."""
-        said = [{"warnings": " ".join(each.cautions.values())} for _, each in self.iterate_evaluations()]
-        found = [origin | each.metrics for origin, each in self.iterate_evaluations()]
-        return [row | (text if text["warnings"] else {}) for row, text in zip(found, said, strict=True)]
+        """One row per method and seed: its origin, every metric, and warnings if it has some."""
+        every = [
+            (origin | each.metrics, " ".join(each.cautions.values())) for origin, each in self.iterate_evaluations()
+        ]
+        return [row | ({"warnings": text} if text else {}) for row, text in every]
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame: one row per method and seed, every metric a column, as in results.csv."""
@@ -111,13 +113,10 @@ class Results:
     @cached_property
     def near_chance(self) -> set[str]:
         """The methods that are not clearly better than a constant answer (`NEAR_CHANCE`), on average over seeds."""
-        found = set()
-        for name, several in self.methods.items():
-            gains = [gain for each in several if (gain := _gains_over_constant(each)) is not None]
-            errors = [float(gain.std()) / len(gain) ** 0.5 for gain in gains]
-            if gains and fmean(float(gain.mean()) for gain in gains) <= 2 * fmean(errors):
-                found.add(name)
-        return found
+        every = {name: [_gains_over_constant(each) for each in several] for name, several in self.methods.items()}
+        gains = {name: [gain for gain in several if gain is not None] for name, several in every.items()}
+        mean = {name: fmean(float(gain.mean()) for gain in several) for name, several in gains.items() if several}
+        return {n for n in mean if mean[n] <= 2 * fmean(float(gain.std()) / len(gain) ** 0.5 for gain in gains[n])}
 
     @cached_property
     def notes(self) -> dict[str, list[str]]:

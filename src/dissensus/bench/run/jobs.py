@@ -15,7 +15,6 @@ from dissensus.bench import torchrun_ranks
 from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.evaluate_run import with_reference, with_reference_halves
-from dissensus.bench.run.expected_time import expected_time_text
 from dissensus.bench.run.run import Run, Tell, check_calibration, ignore_message
 from dissensus.bench.run.run_folder import check_same_settings, no_run_error, remove_unused_run, untrained_error
 from dissensus.bench.run.shared_training import companions, remove_leftovers, train_runs
@@ -27,7 +26,7 @@ from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.storage.atomic_files import remove_strays, temporary_name, write_json
-from dissensus.utils.checks import integer, one_of
+from dissensus.utils.checks import first_names, integer, one_of
 
 
 class RunOptions(TypedDict, total=False):
@@ -99,6 +98,16 @@ def earlier_runs(task: Task, folder: Path, planned: Collection[tuple[str, int]])
     return found
 
 
+def refuse_narrower(folder: Path, runs: Sequence[Run]) -> None:
+    """Raises if a page of these runs would leave out finished runs of the folder."""
+    left = {path.parent for path in folder.rglob("metrics.json")} - {run.folder for run in runs}
+    found = first_names(sorted(str(path.relative_to(folder)) for path in left), 3)
+    with withdraw_on_failure(runs):
+        if left:
+            fix = "name all methods and seeds, or another --out"
+            raise ValueError(f"expected all finished runs of {folder} in this bench, got none of {found}; {fix}")
+
+
 def in_task_order(runs: Iterable[Run]) -> list[Run]:
     """Runs by the task's order of methods, then by seed; methods that it does not name follow in the library's order."""
     every = sorted(runs, key=lambda run: (run.config.method, run.config.seed))
@@ -124,8 +133,8 @@ def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Eval
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
     jobs, tell, progress = options.get("jobs", 1), options.get("tell", ignore_message), options.get("progress", False)
     groups = _training_groups(runs)
-    if progress and torchrun_ranks.size() == 1 and (said := expected_time_text(groups)):
-        tell(said)
+    if progress and torchrun_ranks.size() == 1:
+        tell(expected_time_text([group for group in groups if not all(run.is_trained for run in group)]))
     for run in runs:
         run.is_shared = jobs == 1 and torchrun_ranks.is_training_shared(len(groups))
     if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].is_shared):
@@ -137,6 +146,15 @@ def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Eval
     for out in dict.fromkeys(run.folder.parent for run in runs):
         remove_leftovers(out)
     return evaluations
+
+
+def expected_time_text(groups: Sequence[Sequence[Run]]) -> str:
+    """Minutes of training per method and in all, each group of runs in one training."""
+    names = [" + ".join(run.config.method for run in group) for group in groups]
+    seconds = {name: group[0].expected_seconds() for name, group in dict(zip(names, groups, strict=True)).items()}
+    times = {**seconds, "in all": sum(seconds[name] for name in names)}
+    said = [f"{name} {'under 1' if time < 60 else f'about {time / 60:.0f}'} min" for name, time in times.items()]
+    return f"training: {'; '.join(said)}"
 
 
 @contextmanager
@@ -197,46 +215,30 @@ def _training_groups(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def report_runs(
-    folders: Sequence[str | Path],
-    out: str | Path,
-    *,
-    baseline: str | None = None,
-    holm: bool = False,
-    figures: Path | None = None,
-    **arrangement: Any,
+    folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False, **shown: Any
 ) -> tuple[Results, list[Path]]:
-    """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated.
-
-    `figures`: a folder for the figures as PDF and SVG. `arrangement`: arguments of `Results.arrange`.
-    """
+    """(results, report files) of run folders, or of folders of run folders; `shown`: arguments of `Results.arrange`."""
     from dissensus.bench.report.html_report import is_single_file, write_report  # loads matplotlib
-    from dissensus.bench.report.report_figures import write_figures
 
-    target, paths = Path(out), find_runs(folders)
-    results = read_runs(paths).with_baseline(baseline, holm=holm).arrange(**arrangement)
-    with file_mismatch_errors(paths):
+    target = Path(out)
+    results = read(*folders).with_baseline(baseline, holm=holm).arrange(**shown)
+    with file_mismatch_errors(map(Path, folders)):
         writable_folder(target.parent if is_single_file(target) else target)
-        written = write_report(results, target)
-        return results, written + ([] if figures is None else write_figures(results, writable_folder(figures)))
+        return results, write_report(results, target)
 
 
-def read(folder: str | os.PathLike[str]) -> Results:
-    """The results of a folder that `dissensus bench` wrote, in the task's order of methods; all its runs must be finished.
+def read(*folders: str | os.PathLike[str]) -> Results:
+    """The results of run folders, or of folders that `dissensus bench` wrote, in the task's order of methods.
 
     `.methods` is name -> one `Evaluation` per seed; `.to_dataframe()` has one row per run and one column per metric.
     """
-    return read_runs(find_runs([Path(folder)]))
-
-
-def read_runs(folders: Sequence[Path]) -> Results:
-    """The results of evaluated runs, in the task's order of methods."""
-    runs = in_task_order(map(Run.open, folders))
+    runs = in_task_order(map(Run.open, find_runs(list(map(Path, folders)))))
     for run in runs:
         if not (run.folder / "metrics.json").is_file():
             fix = f"run `dissensus evaluate {run.folder}` first, or finish the bench"
             raise FileNotFoundError(f"expected a result in {run.folder}; {fix}")
     evaluations = [run.measure() for run in runs]
-    with file_mismatch_errors(folders):
+    with file_mismatch_errors(run.folder for run in runs):
         return results_of_runs(runs, evaluations)
 
 

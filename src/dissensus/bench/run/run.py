@@ -14,10 +14,11 @@ runs/ID/config.toml                     the run's settings and provenance
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +91,7 @@ def fit_calibration(
 
 ON_DEVICE = 1 << 31  # bytes: training rows up to this size lie on the device, where a batch is made faster
 Tell = Callable[[str], object]
+TIMED_BATCHES = 3  # by which the time of a training is estimated, after as many that warm up
 CHECKPOINT_SECONDS = 30.0  # between two checkpoints of a training: a stopped run loses at most this
 
 
@@ -256,6 +258,22 @@ class Run:
             self.save_results(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         self.remove(checkpoint)
 
+    def expected_seconds(self) -> float:
+        """Seconds of training, scaled up from a few batches with a posterior that is thrown away."""
+        training, rows = self.config.training, self.data.train
+        used = rows.select(torch.arange(min(len(rows.y), TIMED_BATCHES * training.get("batch_size", 64))))
+        how = {key: training[key] for key in ("clip", "precision", "engine") if key in training}
+        level = run_folder.log.level
+        run_folder.log.setLevel(logging.CRITICAL)  # warnings of so short a training say nothing
+        try:
+            with self.seeded_context():
+                posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
+                optimizer, batches = build.optimizer(posterior, training)[0], self.loader(used, shuffle=True)
+                timed = fit(posterior, batches, epochs=2, optimizer=optimizer, progress=False, draw=False, **how)
+        finally:
+            run_folder.log.setLevel(level)
+        return float(timed.epochs[-1].seconds * training["epochs"] * len(rows.y) / len(used.y))
+
     def _save_untrained(self, posterior: Posterior) -> None:
         """Keeps the method's posterior without training, fitted to the training rows without augmentation."""
         refresh(posterior.eval(), self.loader(self.data.train))
@@ -345,24 +363,16 @@ class Run:
         self.wait_until_written()
 
     def measure(self) -> Evaluation:
-        """The run's Evaluation, computed from the files of `predict` unless stored; logged warnings are in its notes."""
-        found = self._measure()
-        return replace(found, notes=found.notes | run_folder.read_warnings(self.folder))
-
-    def _measure(self) -> Evaluation:
-        """Reads the Evaluation, or computes and stores it in metrics.json and arrays.safetensors."""
-        if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
-            return run_folder.read_evaluation(self.folder)
-        if not self.is_writer:
+        """The run's Evaluation; unless stored, it is computed from the files of `predict`, and stored."""
+        if not all((self.folder / name).is_file() for name in ("metrics.json", "arrays.safetensors")):
+            if self.is_writer:
+                about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
+                # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the predictions.
+                calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
+                found = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
+                run_folder.write_evaluation(self.folder, found)
             self.wait_until_written()
-            return run_folder.read_evaluation(self.folder)
-        about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
-        # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the files of predictions.
-        calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
-        evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
-        run_folder.write_evaluation(self.folder, evaluation)
-        self.wait_until_written()
-        return evaluation
+        return run_folder.read_evaluation(self.folder)
 
     def evaluate(self, *, tell: Tell = ignore_message) -> Evaluation:
         """Predicts and measures a trained run; returns its Evaluation."""

@@ -191,7 +191,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """Reads the Evaluation of a run folder."""
+    """Reads the Evaluation of a run folder; the run's warnings are in its notes."""
     path = folder / "metrics.json"
     facts: dict[str, Any] = read_json(path)
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
@@ -200,7 +200,8 @@ def read_evaluation(folder: Path) -> Evaluation:
     try:
         names = ("ood", "shift", "corruptions", "severities")
         several: dict[str, Any] = {name: tuple(facts.pop(name)) for name in names}
-        return Evaluation(arrays=arrays, **several, **facts)
+        notes = facts.pop("notes") | read_warnings(folder)
+        return Evaluation(arrays=arrays, notes=notes, **several, **facts)
     except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
         raise damage_error(path, f"without {error}") from error
 
