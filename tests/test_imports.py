@@ -237,7 +237,7 @@ def test_a_stranger_finds_the_way():
     core = weight.weights(SOURCE)["core"]
     assert core.files <= 20
     assert core.lines <= 5300
-    assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 48_400
+    assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 48_600
 
 
 def test_a_batch_enters_few_files_before_the_optimiser_steps():

@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def sections(results: Results) -> list[Section]:
     """All figures for which the evaluations have arrays, most of them of the first seed."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = charts.colours(list(first))
-    made: list[tuple[Made | None, dict[str, bool]]] = [
+    made: list[tuple[Made | None, dict[str, Any]]] = [
         (figure_sections.prediction_section(first, palette), {"first_seed": True, "wide": True}),
         (figure_sections.segmentation_section(first), {"first_seed": True, "wide": True}),
         (figure_sections.sweep_section(results, palette), {"wide": True}),
@@ -130,7 +130,7 @@ def sections(results: Results) -> list[Section]:
         (figure_sections.implicit_section(first), {"first_seed": True}),
         (figure_sections.attack_section(results, palette), {"wide": True}),
     ]
-    return [replace(Section(*section), **how) for section, how in made if section is not None and section[2]]
+    return [Section(*section, **how) for section, how in made if section is not None and section[2]]
 
 
 def slug(text: str) -> str:
