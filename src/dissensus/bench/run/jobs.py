@@ -133,8 +133,9 @@ def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Eval
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
     jobs, tell, progress = options.get("jobs", 1), options.get("tell", ignore_message), options.get("progress", False)
     groups = _training_groups(runs)
-    if progress and torchrun_ranks.size() == 1:
-        tell(expected_time_text([group for group in groups if not all(run.is_trained for run in group)]))
+    if progress and torchrun_ranks.size() == 1 and not all(run.is_trained for run in runs):
+        with withdraw_on_failure(runs):
+            tell(expected_time_text([group for group in groups if not all(run.is_trained for run in group)]))
     for run in runs:
         run.is_shared = jobs == 1 and torchrun_ranks.is_training_shared(len(groups))
     if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].is_shared):

@@ -261,6 +261,8 @@ class Run:
     def expected_seconds(self) -> float:
         """Seconds of training, scaled up from a few batches with a posterior that is thrown away."""
         training, rows = self.config.training, self.data.train
+        if training["epochs"] == 0:
+            return 0.0
         used = rows.select(torch.arange(min(len(rows.y), TIMED_BATCHES * training.get("batch_size", 64))))
         how = {key: training[key] for key in ("clip", "precision", "engine") if key in training}
         level = run_folder.log.level
