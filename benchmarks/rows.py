@@ -108,9 +108,9 @@ def origin_of(rows: Sequence[Row]) -> str:
 
 
 def training_time(rows: Sequence[Row]) -> str:
-    """ "; 12 min of training in all", if the rows have it, else ""."""
+    """ "; 12 min of training", if the rows have it, else ""."""
     minutes = sum(float(row.get("cost/train_seconds") or 0) for row in rows) / 60
-    return f"; {max(minutes, 1):.0f} min of training in all" if minutes else ""
+    return f"; {max(minutes, 1):.0f} min of training" if minutes else ""
 
 
 def origins_of(rows: Sequence[Row]) -> str:
