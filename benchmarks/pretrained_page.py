@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rows import FACTS, Row, markdown, read_rows, write_rows
+from rows import FACTS, Row, markdown, read_rows, training_time, write_rows
 from safetensors.torch import load
 from torch import Tensor
 
@@ -390,7 +390,7 @@ def tried_table(rows: Sequence[Row]) -> str:
 
 def provenance(rows: Sequence[Row]) -> str:
     told = " and ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
-    return f"*`{COMMAND}`, then `python benchmarks/pretrained_page.py runs.tar.gz`; {told}.*"
+    return f"*`{COMMAND}`, then `python benchmarks/pretrained_page.py runs.tar.gz`; {told}{training_time(rows)}.*"
 
 
 def drawn(rows: Sequence[Row]) -> Any:

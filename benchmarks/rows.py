@@ -104,12 +104,19 @@ def made_on(device: torch.device | str) -> Row:
 def origin_of(rows: Sequence[Row]) -> str:
     """The rows' facts together: "commit a and b, torch 2, cpu"."""
     commits, versions, devices = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in FACTS)
-    return f"commit {commits}, torch {versions}, {devices}"
+    return f"commit {commits}, torch {versions}, {devices}{training_time(rows)}"
+
+
+def training_time(rows: Sequence[Row]) -> str:
+    """ "; 12 min of training", if the rows have it, else ""."""
+    minutes = sum(float(row.get("cost/train_seconds") or 0) for row in rows) / 60
+    return f"; {max(minutes, 1):.0f} min of training" if minutes else ""
 
 
 def origins_of(rows: Sequence[Row]) -> str:
     """The rows' facts as they occur together: "commit a, torch 2, cpu; commit b, torch 2, cuda"."""
-    return "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
+    every = dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows)
+    return f"{'; '.join(every)}{training_time(rows)}"
 
 
 def made_by(command: str, rows: Sequence[Row], what: str) -> str:

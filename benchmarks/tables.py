@@ -34,7 +34,7 @@ import toy_entropy
 import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
-from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of
+from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of, training_time
 
 import calibration
 from dissensus.bench.capacity_table import capacities
@@ -250,7 +250,7 @@ def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *
         cells = [mean_and_spread(members, column) for column in columns]
         lines.append(f"| {name}{f' ({len(members)} seeds)' if differ else ''} | " + " | ".join(cells) + " |")
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
-    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {made}; {where}"
+    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {made}; {where}{training_time(found)}"
     return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])
 
 

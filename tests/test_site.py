@@ -14,7 +14,7 @@ import dissensus as ds
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-ROOMS = ("attacks", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
+ROOMS = ("attacks", "bench", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
 SHAPE = ["Idea", "Equation", "Picture", "Code", "Cost", "When not", "Paper"]
 
 

@@ -123,6 +123,8 @@ def test_a_grid_goes_on_where_it_was(load, tmp_path, monkeypatch):
     assert again == said
     assert same.texts == page.texts
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("training.json")}
+    refuses(lambda: bench_grid(task, methods=["mc_dropout"], out=tmp_path / "out"), "map-seed0; name all methods")
+    assert len(list((tmp_path / "out").rglob("config.toml"))) == 1
 
 
 # ------------------------------------------------------------------------------------------------ the tables of papers

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from dissensus.bench import torchrun_ranks
 from dissensus.bench.capacity_table import LENET, capacities
-from dissensus.bench.report.prose import cautions, few_examples_caution, question_sentences, test_set_sentences
+from dissensus.bench.report.prose import cautions, question_sentences
 from dissensus.bench.report.results import CONTROL, Results, table_text
 from dissensus.bench.report.tables import Table, main_table, measures_and_draws
 from dissensus.bench.rows.named_sets import SETS, set_location
@@ -188,10 +188,20 @@ def report_command(
     ] = None,
     baseline: Baseline = None,
     holm: Holm = False,
+    methods: Annotated[str, typer.Option(help="Only these methods, in this order, separated by commas.")] = "",
+    names: Annotated[str, typer.Option(help="New names of methods: map=MAP,mine:Method=Ours.")] = "",
+    metrics: Annotated[str, typer.Option(help="Only these metrics, in this order: accuracy,nll,ood/SET/auroc.")] = "",
+    transpose: Annotated[bool, typer.Option("--transpose", help="One row per method.")] = False,
+    figures: Annotated[Path | None, typer.Option(help="Folder for the figures as PDF and SVG.")] = None,
 ) -> None:
     """Write results.csv, report.md and report.html of evaluated runs, or one file, such as LaTeX tables in page.tex."""
     folder = jobs.find_runs(runs)[0].parent if out is None else out
-    results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
+    shown = {"methods": name_list(methods), "names": name_list(names), "metrics": name_list(metrics)}
+    results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm, transpose=transpose, **shown)
+    if figures is not None:
+        from dissensus.bench.report.report_figures import write_figures  # loads matplotlib
+
+        written += write_figures(results, writable_folder(figures))
     print_results(results)
     print_each(written)
 
@@ -353,8 +363,7 @@ def print_results(results: Results) -> None:
     console.print("bold: best   ≈: not distinguishable from the best (p ≥ 0.05)   ↑ ↓: higher or lower is better")
     if all(len(several) == 1 for several in results.methods.values()):
         console.print("one seed: p-values count test examples only; --seeds 5 counts training variation too")
-    few = few_examples_caution(draws)
-    for sentence in (*test_set_sentences(draws["nll"]), *few, *question_sentences(results), *cautions(results)):
+    for sentence in (*cautions(results, draws), *question_sentences(results)):
         console.print(safe_markup(sentence))
 
 

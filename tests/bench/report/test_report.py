@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import dissensus as ds
-from dissensus.bench.report import report_figures, tables
+from dissensus.bench.report import comparisons, report_figures, tables
 from dissensus.bench.report.html_report import render_template, report_content, write_report
 from dissensus.bench.report.measures import measures
 from dissensus.bench.report.results import results_of_evaluations
@@ -94,6 +94,8 @@ def evaluated(seed: int, members: int) -> Evaluation:
     y = torch.randint(3, (30,), generator=generator)
     torch.manual_seed(seed)
     posterior = ds.DeepEnsemble([ds.nets.MLP(256, 3, hidden=(8,)) for _ in range(members)])
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
+    ds.fit(posterior, [(x, y)], epochs=9, optimizer=optimizer, progress=False)  # better than chance, and not perfect
     spec = Corruptions(["fog", "contrast"], (1, 5))
     return evaluate(posterior, [(x, y)], ood={"dark": [(x / 4, y)], "light": [(x / 2 + 0.5, y)]}, corrupt=spec)
 
@@ -112,7 +114,8 @@ PAGE = ["map", "deep_ensemble"]
 def page(tmp_path_factory):
     """The page of the smallest bench with images, corruptions and foreign inputs."""
     folder = tmp_path_factory.mktemp("digits")
-    jobs.bench(load_task("digits", size="smoke"), methods=PAGE, out=folder)
+    task = load_task("digits", size="smoke", overrides=["training.epochs=8"])  # enough to be better than chance
+    jobs.bench(task, methods=PAGE, out=folder)
     return folder
 
 
@@ -470,6 +473,8 @@ def trained_pair():
     torch.manual_seed(0)
     x, y = ds.data.two_moons(60, seed=0)
     posteriors = [ds.MAP(ds.nets.MLP(2, 2, hidden=(8,))) for _ in range(2)]
+    for each in posteriors:
+        ds.fit(each, [(x, y)], epochs=20, optimizer=torch.optim.Adam(each.parameters(), lr=0.05), progress=False)
     return posteriors, x, y
 
 
@@ -563,6 +568,56 @@ def test_a_best_number_is_shaded_over_several_seeds_and_by_enough_to_matter(by, 
     assert [cell.clear for cell in main.cells] == [shaded, False]
     (cell,) = next(r for r in tables.difference_table(results, found, against, "worse").rows if r.label == "NLL").cells
     assert cell.clear == shaded
+
+
+def guessing(kind: str) -> Evaluation:
+    """One that answers no better than a constant, with the best calibration of all."""
+    if kind == "regression":
+        found = regression(0)
+        y = found.arrays["test/target"].double().reshape(-1)
+        arrays = found.arrays | {"test/squared_error": (y - y.mean()).square()}
+        return replace(found, arrays=arrays, metrics=found.metrics | {"nll": -9.0, "coverage90": 0.9})
+    found = classification(0)
+    constant = (found.arrays["test/target"] == found.arrays["test/target"].mode().values).double()
+    metrics = found.metrics | {"accuracy": float(constant.mean()), "ece": 0.0}
+    return replace(found, arrays=found.arrays | {"test/correct": constant}, metrics=metrics)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_nothing_of_a_method_near_chance_is_best_or_better(kind):
+    good = classification(0)
+    if kind == "regression":
+        good = regression(0)
+        good = replace(good, arrays=good.arrays | {"test/squared_error": good.arrays["test/squared_error"] * 1e-3})
+    given = {"guess": [guessing(kind)] * 2, "good": [good] * 2, "more": [shifted(good, 0.1)] * 2}
+    results = results_of_evaluations(given, "t")
+    assert results.near_chance == {"guess"}
+    found, draws = tables.measures_and_draws(results)
+    against = tables.compare_with_baseline(results, found, draws, "good")
+    made = tables.main_table(results, found, draws), tables.difference_table(results, found, against, "good")
+    cells = [row.cells[0] for table in made for row in table.rows]
+    assert not any(cell.best or cell.clear or cell.equal for cell in cells)
+    assert any(cell.best for row in made[0].rows for cell in row.cells[1:])
+    assert made[0].columns[0] == "guess¹"
+    assert made[0].notes[0].startswith("¹ Near chance")
+    content = report_content(results, with_figures=False)
+    assert not any("guess" in sentence for sentence in content["headline"])
+
+
+def test_a_number_is_not_both_best_and_like_the_best_and_rounding_is_no_difference():
+    one = classification(0)
+    nll = one.arrays["test/nll"] + 1e-5 * torch.linspace(-1, 1.1, 30)  # larger on average, and not beyond chance
+    near = replace(one, arrays=one.arrays | {"test/nll": nll}, metrics=one.metrics | {"nll": float(nll.mean())})
+    third = {"a": one, "b": near, "c": shifted(one, 0.5)}
+    results = results_of_evaluations(third, "t")
+    found, draws = tables.measures_and_draws(results)
+    row = next(row for row in tables.main_table(results, found, draws).rows if row.label == "NLL")
+    assert [(cell.best, cell.equal) for cell in row.cells] == [(True, False), (True, False), (False, False)]
+    accuracy = next(measure for measure in found if measure.key == "accuracy")
+    spread = comparisons.Spread(0.01, 1, 0.01)
+    compared = comparisons.MethodComparison(0.7, 0.1 + 0.2 + 0.4, spread, 2, "")
+    assert compared.first != compared.second
+    assert tables.signed_text(accuracy, compared.difference) == "0.00"
 
 
 def test_nothing_is_marked_where_all_numbers_are_the_same():

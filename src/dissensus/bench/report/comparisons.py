@@ -168,7 +168,9 @@ class MethodComparison(NamedTuple):
 
     @property
     def difference(self) -> float:
-        return self.first - self.second
+        """First minus second; 0 if they differ only by rounding."""
+        found = self.first - self.second
+        return found if abs(found) > ROUNDING * max(abs(self.first), abs(self.second)) else 0.0
 
     @property
     def p_value(self) -> float:

@@ -60,60 +60,49 @@ def is_single_file(path: Path) -> bool:
 def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
     """The variables of the templates."""
     found, draws = tables.measures_and_draws(results)
-    baseline = results.baseline
-    if baseline is None and len(results.methods) > 1:
-        baseline = next(iter(results.methods))
-    shown = baseline is not None and len(results.methods) > 1
-    against = tables.compare_with_baseline(results, found, draws, str(baseline)) if shown else None
-    against = against if against is not None and against.comparisons else None
+    baseline, whole = results.baseline or next(iter(results.methods)), not results.metrics
+    family = tables.compare_with_baseline(results, found, draws, baseline)
+    against = family if family.comparisons else None
     alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
     corruptions, attacks = (
-        {
-            measure.label: make(results, measure.key, measure, marked=alike and measure.best is not None)
-            for measure in of
-        }
+        [(m.label, table) for m in of if (table := make(results, m.key, m, marked=alike and m.best is not None))]
         for make, of in ((tables.corruption_table, DETAILED[:2]), (tables.attack_table, DETAILED))
     )
     details = [
-        ("By type of corruption", "Mean over severities.", _existing_tables(corruptions)),
-        ("By attack and radius", "Uncertainty should grow where accuracy falls.", _existing_tables(attacks)),
+        ("By type of corruption", "Mean over severities.", corruptions),
+        ("By attack and radius", "Uncertainty should grow where accuracy falls.", attacks),
     ]
     return {
         "title": results.title,
         "description": results.description,
-        "banner": prose.SMOKE if prose.is_smoke(results) else "",
+        "banner": prose.SMOKE if any(each.get("size") == "smoke" for each, _ in results.iterate_evaluations()) else "",
         "headline": prose.headline(results, found, draws, against),
-        "cautions": [
-            *prose.test_set_sentences(draws["nll"]),
-            *prose.few_examples_caution(draws),
-            *prose.cautions(results),
-        ],
+        "cautions": prose.cautions(results, draws),
         "claims": prose.question_sentences(results) if alike else [],
         "against_cost": report_figures.cost_section(results, draws) if with_figures else None,
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
-        "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,
-        "members": tables.member_table(results),
+        "differences": tables.difference_table(results, found, against, baseline) if against else None,
+        "members": tables.member_table(results) if whole else None,
         "reference": reference_table(results, found),
         "reference_source": results.reference.get("source", "published numbers"),
         "reference_says": reference_sentences(results, found),
-        "distances": tables.distance_table(results),
-        "details": [each for each in details if each[2]],
-        "scores": tables.score_table(results),
+        "distances": tables.distance_table(results) if whole else None,
+        "details": [each for each in details if each[2] and whole],
+        "scores": tables.score_table(results) if whole else None,
         "score": next(iter(results.methods.values()))[0].score,
-        "sections": report_figures.sections(results, draws) if with_figures else [],
+        "sections": report_figures.sections(results) if with_figures else [],
         "pictures": _pictures(results) if with_figures else {},
         "groups": PICTURES,
         "facts": results.facts,
         "seeds": max(len(several) for several in results.methods.values()),
-        "counted": _counting_sentence(results),
-        "compared_by": comparison_sentence(results, against),
+        "main_text": "Bold marks the best number. ≈: not distinguishable from the best (p ≥ 0.05). With each number: its 95 % "
+        f"interval and the p-value of no difference to the best. {_counting_sentence(results)} ↑ higher, ↓ lower is better.",
+        "differences_text": f"Each method minus {baseline}, on the same test examples and the seeds that both have, with "
+        "interval and p-value of no difference. Bold: better with p < 0.05 over several seeds, and by enough to matter. An "
+        f"interval excludes zero exactly if p < 0.05. {comparison_sentence(results, against)}",
         "glossary": _glossary(found),
     }
-
-
-def _existing_tables(named: Mapping[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
-    return [(name, table) for name, table in named.items() if table is not None]
 
 
 def _counting_sentence(results: Results) -> str:
@@ -226,8 +215,9 @@ def _environment(*, autoescape: bool) -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri}
-    latex = "grid.tex.j2"
-    environment.globals["latex"] = lambda table, caption: render_template(latex, {"table": table, "caption": caption})
+    environment.filters |= {"slug": report_figures.slug, "svg": lambda *drawn: report_figures.svg(*drawn)}
+    name = "grid.tex.j2"
+    environment.globals["latex"] = lambda table, caption, text="": render_template(name, {**locals()})
     return environment
 
 
@@ -247,7 +237,8 @@ def grid_csv(table: tables.Table) -> str:
             cells |= {name: cell.text, f"{name} interval": cell.interval, f"{name} note": cell.note}
         rows.append(cells)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return table_text([key for key in columns if any(row[key] for row in rows)], rows)
+    kept = [key for key in columns if any(row[key] for row in rows)]
+    return table_text(kept, [*rows, *({kept[0]: note} for note in table.notes)])
 
 
 def _data_uri(text: str, kind: str) -> str:
@@ -259,6 +250,8 @@ LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "–": "--", "≈": r"$\approx$",
     "≥": r"$\ge$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "→": r"$\rightarrow$", "ε": r"$\varepsilon$", "σ": r"$\sigma$",
     "\N{NO-BREAK SPACE}": "~", "R̂": r"$\hat R$", "<": r"$<$", ">": r"$>$", "|": r"$|$",
+    "≤": r"$\le$", "α": r"$\alpha$", "γ": r"$\gamma$", "λ": r"$\lambda$", "√": r"$\surd$", "∞": r"$\infty$",
+    **{mark: rf"\textsuperscript{{{digit}}}" for digit, mark in zip("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹", strict=True)},
     **{each: f"\\{each}" for each in "&%$#_{}"},
 }  # fmt: skip
 

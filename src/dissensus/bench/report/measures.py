@@ -134,6 +134,7 @@ AGAINST = [
 ]
 COST = [
     Measure("temperature", "Temperature", "", None, 1, 3),
+    Measure("members/count", "Functions averaged", "cost", None, 1, 0),
     Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
     Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
     Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),

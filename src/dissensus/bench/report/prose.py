@@ -7,7 +7,7 @@ from statistics import fmean
 from dissensus.bench.report.comparisons import SIGNIFICANT, Family, ResampledMeasure
 from dissensus.bench.report.measures import Measure, region_keys, region_words
 from dissensus.bench.report.results import Results, base_method, mean_over_seeds, sweep_of, sweep_sentence
-from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, p_text
+from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, p_text, without_methods
 from dissensus.evaluation.evaluation import Evaluation
 
 Condition = Callable[[Evaluation, Evaluation], bool]
@@ -84,18 +84,15 @@ def headline(results: Results, found: list[Measure], draws: MeasureDraws, agains
     """At most four sentences: the best method and its lead, on test inputs, foreign inputs and corrupted inputs.
 
     `against`: the methods compared with the baseline. No method is called best if methods were tested on different examples.
+    Methods near chance are left out.
     """
-    by_key = {measure.key: measure for measure in found}
+    by_key = {key: next(iter(each.values())).measure for key, each in draws.items()}  # also those that are not shown
+    draws = without_methods(draws, results.near_chance) if len(results.methods) > 1 else draws
     first = next(iter(results.methods.values()))[0]
     sentences = [_prediction_sentence(results, by_key, draws, against), _foreign_sentence(first.ood, by_key, draws)]
     if "corrupt/accuracy" in by_key:
         sentences.append(_corrupted_sentence(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
     return [each for each in sentences if each]
-
-
-def is_smoke(results: Results) -> bool:
-    """Whether a run was only a smoke test."""
-    return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
 
 
 def test_set_sentences(each: dict[str, ResampledMeasure]) -> list[str]:
@@ -125,18 +122,10 @@ def few_examples_caution(draws: MeasureDraws) -> list[str]:
     return [said + fix] if few else []
 
 
-def cautions(results: Results) -> list[str]:
-    """The methods' warnings about their numbers, with the seeds concerned if not all."""
-    said = []
-    for name, several in results.methods.items():
-        found: dict[str, list[str]] = {}
-        for each in several:
-            for kind, text in each.cautions.items():
-                found.setdefault(kind, []).append(text)
-        for texts in found.values():
-            of = "" if len(several) == 1 else f" ({len(texts)} of {len(several)} seeds)"
-            said.append(f"{name}{of}: {texts[0]}.")
-    return said
+def cautions(results: Results, draws: MeasureDraws) -> list[str]:
+    """What to be careful about: other test examples, few of them, methods' warnings, and methods near chance."""
+    noted = [f"{name}: {text}" for name, texts in results.notes.items() for text in texts]
+    return [*test_set_sentences(draws["nll"]), *few_examples_caution(draws), *noted]
 
 
 def _prediction_sentence(results: Results, by_key: Measures, draws: MeasureDraws, against: Family | None) -> str:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from dissensus import metrics
 from dissensus.bench.report import figure_sections
 from dissensus.bench.report.figure_sections import Made
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
-from dissensus.bench.report.tables import MeasureDraws, score_pair
+from dissensus.bench.report.tables import MeasureDraws, measures_and_draws, score_pair
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.evaluation.loader_predictions import GROUPS
@@ -85,15 +84,12 @@ def _guarantee_names(results: Results, ending: str) -> list[str]:
 
 def _method_curves(results: Results, palette: Palette, x: Sequence[float], keys: Sequence[str]) -> list[Curve]:
     """One curve per method that has all these metrics, averaged over seeds."""
+    style = {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(results.methods)}
     return [
-        Curve(list(x), _metric_means(several, keys), short_name(method), {"color": palette[method], **marker_style(i)})
-        for i, (method, several) in enumerate(results.methods.items())
-        if all(key in each.metrics for each in several for key in keys)
+        Curve(list(x), [mean_over_seeds(key, several) for key in keys], short_name(method), style[method])
+        for method, several in results.methods.items()
+        if all(all_have_metric(key, several) for key in keys)
     ]
-
-
-def _metric_means(several: Sequence[Evaluation], keys: Sequence[str]) -> list[float]:
-    return [math.fsum(each.metrics[key] for each in several) / len(several) for key in keys]
 
 
 def _first_metric(results: Results, key: str) -> float:
@@ -110,16 +106,16 @@ class Section:
 
     title: str
     text: str
-    figures: list[tuple[str, str]]  # description, SVG
+    figures: list[tuple[str, Figure]]  # with its description
     first_seed: bool = False  # whether only the first of several seeds is drawn
     wide: bool = False  # whether a figure spans the page
 
 
-def sections(results: Results, draws: MeasureDraws) -> list[Section]:
-    """All figures for which the evaluations have arrays, drawn from the first seed."""
+def sections(results: Results) -> list[Section]:
+    """All figures for which the evaluations have arrays, most of them of the first seed."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = charts.colours(list(first))
-    made: list[tuple[Made | None, dict[str, bool]]] = [
+    made: list[tuple[Made | None, dict[str, Any]]] = [
         (figure_sections.prediction_section(first, palette), {"first_seed": True, "wide": True}),
         (figure_sections.segmentation_section(first), {"first_seed": True, "wide": True}),
         (figure_sections.sweep_section(results, palette), {"wide": True}),
@@ -134,17 +130,26 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (figure_sections.implicit_section(first), {"first_seed": True}),
         (figure_sections.attack_section(results, palette), {"wide": True}),
     ]
-    numbered, count = [], 0
-    for section, how in made:
-        if section is None or not section[2]:
-            continue
-        title, text, figures = section
-        drawn = []
-        for alternative, figure in figures:
-            drawn.append((alternative, svg(figure, f"f{count}")))
-            count += 1
-        numbered.append(Section(title, text, drawn, **how))
-    return numbered
+    return [Section(*section, **how) for section, how in made if section is not None and section[2]]
+
+
+def slug(text: str) -> str:
+    """A text as a file's name: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Writes every figure of a report as PDF and SVG, numbered and named after what it shows; returns the paths."""
+    cost, written = cost_section(results, measures_and_draws(results)[1]), []
+    shown = [each for section in ([cost] if cost else []) + sections(results) for each in section.figures]
+    for i, (name, figure) in enumerate(shown, start=1):
+        for kind, date in (("pdf", "CreationDate"), ("svg", "Date")):
+            buffer, path = io.BytesIO(), folder / f"{i:02}-{slug(name)}.{kind}"
+            with matplotlib.rc_context(charts.STYLE | {"svg.hashsalt": path.stem}):
+                figure.savefig(buffer, format=kind, metadata={date: None})
+            write_bytes(path, buffer.getvalue())
+            written.append(path)
+    return written
 
 
 def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
@@ -152,7 +157,7 @@ def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
     first = next(key for key in ("miou", "accuracy", "rmse") if key in draws)
     asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
     labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
-    palette, drawn = charts.colours(list(results.methods)), list[tuple[str, str]]()
+    palette, drawn = charts.colours(list(results.methods)), list[tuple[str, Figure]]()
     free: dict[str, list[str]] = {}
     for key, cost in asked:
         points = {}
@@ -170,7 +175,7 @@ def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
             about: dict[str, Any] = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
             better: Any = "high" if measure.best == "high" else "low"
             figure = charts.cost_scatter(points, **about, better=better, palette=palette)
-            drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
+            drawn.append((f"{quality} against {labels[cost]}", figure))
     unshown = {label.split(" (")[0]: ", ".join(names) for label, names in free.items() if names}
     unseen = [f"Not shown, because they needed no {cost}: {names}." for cost, names in unshown.items()]
     text = " ".join(["Each point is a method. Bars are 95 % intervals. Further left is cheaper.", *unseen])

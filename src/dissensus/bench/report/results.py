@@ -9,11 +9,16 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.utils.arrays import as_dataframe
@@ -45,6 +50,8 @@ class Results:
     focus: str | None = None  # the method that sentences on regions are about
     sweep: SettingSweep | None = None
     holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
+    metrics: tuple[str, ...] = ()  # keys of the measures that are shown, in order; () for all
+    transpose: bool = False  # whether methods are the rows of tables
 
     def seeds(self, method: str) -> list[Any]:
         """The seeds of a method's evaluations; 0, 1, … if seeds are unknown."""
@@ -65,9 +72,63 @@ class Results:
             one_of("a method of the report as baseline", baseline, self.methods)
         return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
 
+    def arrange(
+        self,
+        methods: Sequence[str] = (),
+        names: Sequence[str] = (),
+        metrics: Sequence[str] = (),
+        transpose: bool = False,
+    ) -> Results:
+        """These methods, with new names ("old=new"), and these metrics, both in this order; all if empty."""
+        renamed = dict(each.partition("=")[::2] for each in names)
+        for each in (*methods, *renamed):
+            one_of("a method of the report", each, self.methods)
+        new = {name: renamed.get(name, name) for name in methods or self.methods}
+        if len({*filter(None, new.values())}) < len(new):
+            raise ValueError(f"expected old=new, each new name once, got {', '.join(names)}; write map=MAP,svgd=SVGD")
+        values = {} if self.sweep is None else {new[k]: v for k, v in self.sweep.values.items() if k in new}
+        return replace(
+            self,
+            methods={new[name]: self.methods[name] for name in new},
+            origins={new[name]: [each | {"method": new[name]} for each in self.origins[name]] for name in new},
+            baseline=new.get(self.baseline or ""),
+            focus=new.get(self.focus or ""),
+            reference={new.get(name, name): row for name, row in self.reference.items()},
+            sweep=self.sweep and self.sweep._replace(values=values),
+            metrics=tuple(metrics),
+            transpose=transpose,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per method and seed: its origin, every metric, and warnings if it has some."""
+        every = [
+            (origin | each.metrics, " ".join(each.cautions.values())) for origin, each in self.iterate_evaluations()
+        ]
+        return [row | ({"warnings": text} if text else {}) for row, text in every]
+
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame: one row per method and seed, every metric a column, as in results.csv."""
-        return as_dataframe([origin | evaluation.metrics for origin, evaluation in self.iterate_evaluations()])
+        return as_dataframe(self.rows())
+
+    @cached_property
+    def near_chance(self) -> set[str]:
+        """The methods that are not clearly better than a constant answer (`NEAR_CHANCE`), on average over seeds."""
+        every = {name: [_gains_over_constant(each) for each in several] for name, several in self.methods.items()}
+        gains = {name: [gain for gain in several if gain is not None] for name, several in every.items()}
+        mean = {name: fmean(float(gain.mean()) for gain in several) for name, several in gains.items() if several}
+        return {n for n in mean if mean[n] <= 2 * fmean(float(gain.std()) / len(gain) ** 0.5 for gain in gains[n])}
+
+    @cached_property
+    def notes(self) -> dict[str, list[str]]:
+        """Method -> its warnings, with the number of seeds concerned if there are several, and whether it is near chance."""
+        found = {}
+        for name, several in self.methods.items():
+            every = [caution for each in several for caution in each.cautions.items()]
+            counts = Counter(kind for kind, _ in every)
+            of = "" if len(several) == 1 else " ({} of " + f"{len(several)} seeds)"
+            found[name] = [f"{text.rstrip('.')}{of.format(counts[kind])}." for kind, text in dict(every).items()]
+            found[name] += [NEAR_CHANCE] * (name in self.near_chance)
+        return found
 
     @property
     def kind(self) -> str:
@@ -94,9 +155,27 @@ def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evalu
     return Results(title, "", methods, origins)
 
 
+NEAR_CHANCE = (
+    "Near chance: not better than a constant answer (the commonest class, the mean target) by two standard errors over test "
+    "examples; nothing of it is marked best or better."
+)
+
+
+def _gains_over_constant(evaluation: Evaluation) -> Tensor | None:
+    """(N,) by how much each test example is answered better than by a constant; None if that is unknown."""
+    target, arrays = evaluation.arrays.get("test/target"), evaluation.arrays
+    if target is not None and evaluation.kind == "regression":
+        rows = target.double().reshape(len(target), -1)
+        return (rows - rows.mean(0)).square().mean(1) - arrays["test/squared_error"].double()
+    if target is None or evaluation.kind not in ("classification", "segmentation"):
+        return None
+    counts = target.double() if target.ndim == 2 else torch.nn.functional.one_hot(target.long()).double()  # (N, C)
+    return arrays["test/correct"].double() - counts[:, counts.sum(0).argmax()] / counts.sum(1).clamp(min=1)
+
+
 def csv_text(results: Results) -> str:
-    """results.csv: one row per method and seed, every metric in full precision."""
-    rows = [origin | {k: repr(v) for k, v in each.metrics.items()} for origin, each in results.iterate_evaluations()]
+    """results.csv: one row per method and seed, every metric in full precision, and warnings in the last column."""
+    rows = [{key: repr(v) if isinstance(v, float) else v for key, v in row.items()} for row in results.rows()]
     return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 

@@ -1,7 +1,7 @@
 """The tables of a report: cells of text with intervals; the best value and its equals are marked."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from dissensus.bench.report.results import Results, all_have_metric, mean_over_s
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.row_metrics import OOD_SCORES
 from dissensus.metrics import auroc
+from dissensus.utils.checks import one_of
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,25 @@ class Table:
     columns: list[str]
     rows: list[Row]
     below: list[str] = field(default_factory=list)  # second line of each column's heading: number of seeds
+    notes: list[str] = field(default_factory=list)  # texts of the marks behind methods' names
 
     @property
     def headings(self) -> list[str]:
         """Headings of the columns, one line each."""
         return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
 
+    def transposed(self) -> "Table":
+        """The same numbers with one row per method; a measure's group is the second line of its heading."""
+        columns = [", ".join(filter(None, (row.label, row.unit))) + f" {row.arrow}".rstrip() for row in self.rows]
+        rows = [Row(name, "", "", [row.cells[i] for row in self.rows]) for i, name in enumerate(self.headings)]
+        return Table(columns, rows, [row.group for row in self.rows], self.notes)
+
 
 MeasureDraws = dict[str, dict[str, ResampledMeasure]]  # measure's key -> method -> resamples
 
 
 def measures_and_draws(results: Results, only: Collection[str] | None = None) -> tuple[list[Measure], MeasureDraws]:
-    """The measures of all methods, and their resamples for every method that has them; `only`: restricts to these keys."""
+    """The measures that are shown, and resamples of all for every method that has them; `only`: restricts to these keys."""
     found: dict[str, Measure] = {}
     for several in results.methods.values():
         found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
@@ -65,39 +73,48 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
         }
         for key, measure in found.items()
     }
-    return list(found.values()), draws
+    return [found[one_of("a metric", key, found)] for key in results.metrics or found], draws
 
 
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
-    """Every measure of every method; the best is marked and all others are compared with it."""
-    best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
+    """Every measure of every method; the best is marked and all others, except those near chance, are compared with it."""
+    rivals = without_methods(draws, results.near_chance)
+    best = {measure.key: best_method(measure, rivals[measure.key]) for measure in found}
     compared: dict[tuple[str, ...], comparisons.MethodComparison | None] = {
         (key, name): comparisons.compare_methods(each, draws[key][str(best[key])])
         for key in best
-        for name, each in draws[key].items()
+        for name, each in rivals[key].items()
         if best[key] is not None and name != best[key]
     }
     against = comparisons.comparison_family(compared, holm=results.holm)
     rows = []
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
-        if len({measure.text(one.estimate) for one in each.values()}) == 1:
+        if len({measure.text(one.estimate) for one in rivals[measure.key].values()}) == 1:
             first = None  # all shown values are equal: nothing to mark
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
             and against.comparisons[measure.key, name].seeds > 1  # one seed shows no variation over seeds
             and not measure.is_negligible(other.estimate, each[first].estimate)
-            for name, other in each.items()
+            for name, other in rivals[measure.key].items()
             if other.estimate != each[first].estimate
         )
+        marked = rivals[measure.key].keys() if first else ()
         cells = [
-            _cell(measure, each[name], each.get(first or ""), against.p_values.get((measure.key, name)), clear=clear)
+            _cell(measure, each[name], each[first or name], against.p_values.get((measure.key, name)), clear=clear)
+            if name in marked
+            else _cell(measure, each[name], None, None)
             if name in each
-            else Cell("–")
+            else Cell("1" if measure.key == "members/count" else "–")  # a single network has no members
             for name in results.methods
         ]
         rows.append(measure_row(measure, cells))
-    return method_table(results, list(results.methods), rows)
+    return _noted_table(results, list(results.methods), rows)
+
+
+def without_methods(draws: MeasureDraws, methods: Collection[str]) -> MeasureDraws:
+    """The resamples of all other methods."""
+    return {key: {name: d for name, d in each.items() if name not in methods} for key, each in draws.items()}
 
 
 def compare_with_baseline(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
@@ -129,13 +146,14 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             widest = measure.possible_range[1] - measure.possible_range[0]  # the largest possible difference
             lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
+            better = better and pair[1] not in results.near_chance
             noticed = better and not measure.is_negligible(comparison.first, comparison.second)
             clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
             text = signed_text(measure, comparison.difference)
             ends = f"{signed_text(measure, lower)} to {signed_text(measure, upper)}"
             cells.append(Cell(text=text, interval=ends, best=clear, clear=clear, note=p_text(p_value)))
         rows.append(measure_row(measure, cells))
-    return method_table(results, others, rows)
+    return _noted_table(results, others, rows)
 
 
 def member_table(results: Results) -> Table | None:
@@ -183,9 +201,10 @@ def _detail_table(results: Results, keys: Mapping[str, str], measure: Measure, *
     rows = []
     for label, key in keys.items():
         values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have_metric(key, each)}
-        best = max(values.values(), key=measure.goodness) if marked and len(values) > 1 else None
+        rivals = [value for name, value in values.items() if name not in results.near_chance]
+        best = measure.text(max(rivals, key=measure.goodness)) if marked and len(rivals) > 1 else None
         cells = [
-            Cell(text := measure.text(values[n]), best=best is not None and text == measure.text(best))
+            Cell(text := measure.text(values[n]), best=text == best and n not in results.near_chance)
             if n in values
             else Cell("–")
             for n in results.methods
@@ -250,7 +269,7 @@ def direction_arrow(measure: Measure) -> str:
 
 def signed_text(measure: Measure, value: float) -> str:
     text = measure.text(value)
-    return (text if value < 0 else f"+{text}").replace("-", "−")
+    return (f"+{text}" if value > 0 else text).replace("-", "−")
 
 
 def p_text(p_value: float) -> str:
@@ -264,19 +283,32 @@ def method_table(results: Results, names: Sequence[str], rows: list[Row]) -> Tab
     return Table(list(names), rows, below if len(set(counts.values())) > 1 else [])
 
 
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def _noted_table(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
+    """A `method_table` whose methods carry marks for their warnings, explained below; transposed if the results ask for it."""
+    made = method_table(results, names, rows)
+    texts = dict.fromkeys(text for name in names for text in results.notes[name])
+    marks = {text: str(i).translate(SUPERSCRIPTS) for i, text in enumerate(texts, start=1)}
+    columns = [name + " ".join(marks[text] for text in results.notes[name]) for name in names]
+    noted = replace(made, columns=columns, notes=[f"{mark} {text}" for text, mark in marks.items()])
+    return noted.transposed() if results.transpose else noted
+
+
 def _cell(
     measure: Measure, mine: ResampledMeasure, best: ResampledMeasure | None, p_value: float | None, clear: bool = False
 ) -> Cell:
     """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
     interval = mine.interval()
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
-    shown_best = best is not None and measure.text(mine.estimate) == measure.text(best.estimate)
+    marked = is_best or (best is not None and measure.text(mine.estimate) == measure.text(best.estimate))
     p_value = None if is_best else p_value
     return Cell(
         text=measure.text(mine.estimate),
         interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
-        best=is_best or shown_best,
+        best=marked,
         clear=is_best and clear,
-        equal=p_value is not None and p_value >= SIGNIFICANT,
+        equal=not marked and p_value is not None and p_value >= SIGNIFICANT,
         note="" if p_value is None else p_text(p_value),
     )

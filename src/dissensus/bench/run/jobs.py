@@ -2,9 +2,9 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -16,17 +16,17 @@ from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.evaluate_run import with_reference, with_reference_halves
 from dissensus.bench.run.run import Run, Tell, check_calibration, ignore_message
-from dissensus.bench.run.run_folder import no_run_error, remove_unused_run, untrained_error
+from dissensus.bench.run.run_folder import check_same_settings, no_run_error, remove_unused_run, untrained_error
 from dissensus.bench.run.shared_training import companions, remove_leftovers, train_runs
 from dissensus.bench.setting_checks import settings_errors
-from dissensus.bench.task.config import RunConfig, Task, run_config
+from dissensus.bench.task.config import RunConfig, Task, load_task, run_config
 from dissensus.bench.task.objects import base_name, setting_value
 from dissensus.core.divergence import Diverged
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.storage.atomic_files import lock_file, remove_strays, temporary_name, write_json
-from dissensus.utils.checks import integer, one_of
+from dissensus.utils.checks import first_names, integer, one_of
 
 
 class RunOptions(TypedDict, total=False):
@@ -52,10 +52,11 @@ def methods_and_folder(
     """(methods to run, folder to write to) of a bench; raises for arguments that do not fit."""
     integer("--seeds", seeds)
     integer("--jobs", jobs)
-    chosen = list(methods or task.methods)
+    chosen, folder = list(methods or task.methods), default_folder(task) if out is None else Path(out)
     if baseline is not None:
-        one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
-    return chosen, default_folder(task) if out is None else Path(out)
+        there = (Run.open(path.parent).config.method for path in folder.glob("*/metrics.json"))
+        one_of("a baseline", baseline, dict.fromkeys([*chosen, *there]), hint="run it too, or choose one of them")
+    return chosen, folder
 
 
 def bench(
@@ -70,17 +71,53 @@ def bench(
 ) -> tuple[Results, list[Path]]:
     """Trains, evaluates and reports a task: (results, report files).
 
-    `baseline`: the method to compare with, by default the task's. `holm`: adjusts p-values for their number.
+    The report has all finished runs of the task in the folder. `baseline`: the method to compare with, by default the
+    task's. `holm`: adjusts p-values for their number.
     """
     chosen, folder = methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
+    there = earlier_runs(task, folder, {(method, seed) for method in chosen for seed in range(seeds)})
     runs, evaluations = run_all(task, methods=chosen, seeds=range(seeds), out=folder, **options)
     options.get("tell", ignore_message)("writing the report")
     from dissensus.bench.report.html_report import write_report  # loads matplotlib
 
-    ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
-    results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
-    results = results.with_baseline(baseline, holm=holm)
+    measured = dict(zip(runs, evaluations, strict=True)) | {run: run.measure() for run in there}
+    ordered = in_task_order(measured)
+    results = results_of_runs(ordered, [measured[run] for run in ordered]).with_baseline(baseline, holm=holm)
     return results, write_report(results, folder)
+
+
+def earlier_runs(task: Task, folder: Path, planned: Collection[tuple[str, int]]) -> list[Run]:
+    """The finished runs of a task in a folder, except planned (method, seed); raises if they had other settings of the task."""
+    found = []
+    for run in [Run.open(path.parent) for path in sorted(folder.glob("*/metrics.json"))]:
+        config = run.config
+        if (config.task, config.size) == (task.name, task.size) and (config.method, config.seed) not in planned:
+            asked = run_config(task, config.method, config.seed)  # the method's own settings may differ
+            check_same_settings(run.folder, replace(asked, settings=config.settings).table(), config.table())
+            found.append(run)
+    return found
+
+
+def refuse_narrower(folder: Path, runs: Sequence[Run]) -> None:
+    """Raises if a page of these runs would leave out finished runs of the folder."""
+    left = {path.parent for path in folder.rglob("metrics.json")} - {run.folder for run in runs}
+    found = first_names(sorted(str(path.relative_to(folder)) for path in left), 3)
+    with withdraw_on_failure(runs):
+        if left:
+            fix = "name all methods and seeds, or another --out"
+            raise ValueError(f"expected all finished runs of {folder} in this bench, got none of {found}; {fix}")
+
+
+def in_task_order(runs: Iterable[Run]) -> list[Run]:
+    """Runs by the task's order of methods, then by seed; methods that it does not name follow in the library's order."""
+    every = sorted(runs, key=lambda run: (run.config.method, run.config.seed))
+    first, order = every[0].config, list(METHODS)
+    with suppress(ValueError, OSError):  # the task's file may be gone
+        file = str(Path(first.folder, f"{first.task}.toml")) if first.folder else first.task
+        order = [*load_task(file, size=first.size).methods, *order]
+    place = {name: i for i, name in reversed([*enumerate(order)])}
+    base = {run.config.method: place.get(base_name(run.config.method), len(order)) for run in every}
+    return sorted(every, key=lambda run: place.get(run.config.method, base[run.config.method]))
 
 
 def run_all(
@@ -96,6 +133,9 @@ def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Eval
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
     jobs, tell, progress = options.get("jobs", 1), options.get("tell", ignore_message), options.get("progress", False)
     groups = _training_groups(runs)
+    if progress and torchrun_ranks.size() == 1 and not all(run.is_trained for run in runs):
+        with withdraw_on_failure(runs):
+            tell(expected_time_text([group for group in groups if not all(run.is_trained for run in group)]))
     for run in runs:
         run.is_shared = jobs == 1 and torchrun_ranks.is_training_shared(len(groups))
     if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].is_shared):
@@ -118,6 +158,15 @@ def lock_runs(group: Sequence[Run], *, wait: bool) -> AbstractContextManager[boo
     """Inside, True if no other process trains these runs, also on a machine that shares the folder."""
     first = group[0].folder
     return nullcontext(True) if group[0].is_shared else lock_file(first.with_name(f".{first.name}.lock"), wait=wait)
+
+
+def expected_time_text(groups: Sequence[Sequence[Run]]) -> str:
+    """Minutes of training per method and in all, each group of runs in one training."""
+    names = [" + ".join(run.config.method for run in group) for group in groups]
+    seconds = {name: group[0].expected_seconds() for name, group in dict(zip(names, groups, strict=True)).items()}
+    times = {**seconds, "in all": sum(seconds[name] for name in names)}
+    said = [f"{name} {'under 1' if time < 60 else f'about {time / 60:.0f}'} min" for name, time in times.items()]
+    return f"training: {'; '.join(said)}"
 
 
 @contextmanager
@@ -179,24 +228,31 @@ def _training_groups(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def report_runs(
-    folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
+    folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False, **shown: Any
 ) -> tuple[Results, list[Path]]:
-    """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
+    """(results, report files) of run folders, or of folders of run folders; `shown`: arguments of `Results.arrange`."""
     from dissensus.bench.report.html_report import is_single_file, write_report  # loads matplotlib
 
     target = Path(out)
-    runs = [Run.open(folder) for folder in find_runs(folders)]
-    place = {name: i for i, name in enumerate(METHODS)}
-    runs.sort(key=lambda run: (place.get(base_name(run.config.method), len(place)), run.config.method, run.config.seed))
-    evaluations = []
-    for run in runs:
-        if not (run.folder / "metrics.json").is_file():
-            raise FileNotFoundError(f"expected a result in {run.folder}; run `dissensus evaluate {run.folder}` first")
-        evaluations.append(run.measure())
-    with file_mismatch_errors(run.folder for run in runs):
-        results = results_of_runs(runs, evaluations).with_baseline(baseline, holm=holm)
+    results = read(*folders).with_baseline(baseline, holm=holm).arrange(**shown)
+    with file_mismatch_errors(map(Path, folders)):
         writable_folder(target.parent if is_single_file(target) else target)
         return results, write_report(results, target)
+
+
+def read(*folders: str | os.PathLike[str]) -> Results:
+    """The results of run folders, or of folders that `dissensus bench` wrote, in the task's order of methods.
+
+    `.methods` is name -> one `Evaluation` per seed; `.to_dataframe()` has one row per run and one column per metric.
+    """
+    runs = in_task_order(map(Run.open, find_runs(list(map(Path, folders)))))
+    for run in runs:
+        if not (run.folder / "metrics.json").is_file():
+            fix = f"run `dissensus evaluate {run.folder}` first, or finish the bench"
+            raise FileNotFoundError(f"expected a result in {run.folder}; {fix}")
+    evaluations = [run.measure() for run in runs]
+    with file_mismatch_errors(run.folder for run in runs):
+        return results_of_runs(runs, evaluations)
 
 
 def file_mismatch_errors(folders: Iterable[Path]) -> AbstractContextManager[None]:
@@ -330,17 +386,7 @@ def _finish_in_worker(folders: list[Path], keep_going: bool) -> None:
     train_and_evaluate(runs, keep_going=keep_going)
 
 
-FACTS = {
-    "Command": "command",
-    "dissensus": "dissensus",
-    "Commit": "commit",
-    "Python": "python",
-    "torch": "torch",
-    "numpy": "numpy",
-    "Device": "device",
-    "Threads": "threads",
-    "Platform": "platform",
-}
+FACTS = ("Command", "dissensus", "Commit", "Python", "torch", "numpy", "Device", "Threads", "Platform")
 
 
 def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> Results:
@@ -371,7 +417,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         # The common value of all runs, or all values.
-        **{label: "; ".join(dict.fromkeys(str(each.get(key, "")) for each in records)) for label, key in FACTS.items()},
+        **{label: "; ".join(dict.fromkeys(str(each.get(label.lower(), "")) for each in records)) for label in FACTS},
         # A name that appears twice was changed between runs.
         "Own code and rows": ", ".join(
             dict.fromkeys(" ".join(part) for each in records for part in each.get("code", {}).items())

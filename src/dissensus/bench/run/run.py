@@ -6,6 +6,7 @@ runs/ID/config.toml                     the run's settings and provenance
         posterior/                      `dissensus.load` reads it
         calibrated/                     the posterior with the task's [calibration]
         training.json                   seconds, the epoch kept, the temperature
+        warnings.json                   warnings logged by the run, if there were any
         predictions/SPLIT.safetensors   the members' predictions
         metrics.json, arrays.safetensors
 """
@@ -13,6 +14,7 @@ runs/ID/config.toml                     the run's settings and provenance
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,6 +91,7 @@ def fit_calibration(
 
 ON_DEVICE = 1 << 31  # bytes: training rows up to this size lie on the device, where a batch is made faster
 Tell = Callable[[str], object]
+TIMED_BATCHES = 3  # by which the time of a training is estimated, after as many that warm up
 CHECKPOINT_SECONDS = 30.0  # between two checkpoints of a training: a stopped run loses at most this
 
 
@@ -229,7 +232,7 @@ class Run:
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
-        with self.seeded_context():
+        with self.seeded_context(), run_folder.keep_warnings([self.folder]):
             posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
             if training["epochs"] == 0:
                 return self._save_untrained(posterior)
@@ -254,6 +257,24 @@ class Run:
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.save_results(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         self.remove(checkpoint)
+
+    def expected_seconds(self) -> float:
+        """Seconds of training, scaled up from a few batches with a posterior that is thrown away."""
+        training, rows = self.config.training, self.data.train
+        if training["epochs"] == 0:
+            return 0.0
+        used = rows.select(torch.arange(min(len(rows.y), TIMED_BATCHES * training.get("batch_size", 64))))
+        how = {key: training[key] for key in ("clip", "precision", "engine") if key in training}
+        level = run_folder.log.level
+        run_folder.log.setLevel(logging.CRITICAL)  # warnings of so short a training say nothing
+        try:
+            with self.seeded_context():
+                posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
+                optimizer, batches = build.optimizer(posterior, training)[0], self.loader(used, shuffle=True)
+                timed = fit(posterior, batches, epochs=2, optimizer=optimizer, progress=False, draw=False, **how)
+        finally:
+            run_folder.log.setLevel(level)
+        return float(timed.epochs[-1].seconds * training["epochs"] * len(rows.y) / len(used.y))
 
     def _save_untrained(self, posterior: Posterior) -> None:
         """Keeps the method's posterior without training, fitted to the training rows without augmentation."""
@@ -344,26 +365,24 @@ class Run:
         self.wait_until_written()
 
     def measure(self) -> Evaluation:
-        """Computes the run's Evaluation from the files of `predict`; stores it in metrics.json and arrays.safetensors."""
-        if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
-            return run_folder.read_evaluation(self.folder)
-        if not self.is_writer:
+        """The run's Evaluation; unless stored, it is computed from the files of `predict`, and stored."""
+        if not all((self.folder / name).is_file() for name in ("metrics.json", "arrays.safetensors")):
+            if self.is_writer:
+                about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
+                # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the predictions.
+                calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
+                found = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
+                run_folder.write_evaluation(self.folder, found)
             self.wait_until_written()
-            return run_folder.read_evaluation(self.folder)
-        about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
-        # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the files of predictions.
-        calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
-        evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
-        run_folder.write_evaluation(self.folder, evaluation)
-        self.wait_until_written()
-        return evaluation
+        return run_folder.read_evaluation(self.folder)
 
     def evaluate(self, *, tell: Tell = ignore_message) -> Evaluation:
         """Predicts and measures a trained run; returns its Evaluation."""
         if not self.is_trained:
             raise run_folder.untrained_error(self.folder)
-        self.predict(tell=tell)
-        return self.measure()
+        with run_folder.keep_warnings([self.folder]):
+            self.predict(tell=tell)
+            return self.measure()
 
     def predictions(self) -> Predictions:
         """The members' predictions for the test rows."""

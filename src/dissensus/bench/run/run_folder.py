@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,37 @@ def check_same_settings(folder: Path, asked: Mapping[str, Any], there: Mapping[s
 
 
 def remove_unused_run(folder: Path) -> None:
-    """Removes a run's folder that contains only a config, so that other settings can be tried in its place."""
-    path = folder / "config.toml"
-    if list(folder.iterdir()) == [path]:
-        path.unlink()
+    """Removes a run's folder without results, so that other settings can be tried in its place."""
+    paths = list(folder.iterdir())
+    if {path.name for path in paths} <= {"config.toml", WARNINGS}:
+        for path in paths:
+            path.unlink()
         folder.rmdir()
+
+
+WARNINGS = "warnings.json"  # logged during the run: message without its numbers -> its last text
+
+
+@contextmanager
+def keep_warnings(folders: Sequence[Path]) -> Iterator[None]:
+    """Context that writes the library's logged warnings to warnings.json in these run folders."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        said = {record.getMessage() if record.msg == "%s" else str(record.msg): record.getMessage()}
+        for folder in folders if record.levelno >= logging.WARNING else ():
+            write_json(folder / WARNINGS, read_warnings(folder) | said)
+        return True
+
+    log.addFilter(keep)  # not a handler: Python prints warnings by itself only if a log has none
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+
+
+def read_warnings(folder: Path) -> dict[str, str]:
+    """The warnings kept with a run."""
+    return read_json(folder / WARNINGS) if (folder / WARNINGS).is_file() else {}
 
 
 def _flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -164,7 +191,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """Reads the Evaluation of a run folder."""
+    """Reads the Evaluation of a run folder; the run's warnings are in its notes."""
     path = folder / "metrics.json"
     facts: dict[str, Any] = read_json(path)
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
@@ -173,7 +200,8 @@ def read_evaluation(folder: Path) -> Evaluation:
     try:
         names = ("ood", "shift", "corruptions", "severities")
         several: dict[str, Any] = {name: tuple(facts.pop(name)) for name in names}
-        return Evaluation(arrays=arrays, **several, **facts)
+        notes = facts.pop("notes") | read_warnings(folder)
+        return Evaluation(arrays=arrays, notes=notes, **several, **facts)
     except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
         raise damage_error(path, f"without {error}") from error
 

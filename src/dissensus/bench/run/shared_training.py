@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run import build
 from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
+from dissensus.bench.run.run_folder import keep_warnings
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.objects import method_class
 from dissensus.bench.user_code import is_import_path
@@ -172,16 +173,17 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
             for run in waiting:
                 run.log(replace(epoch, epoch=done + epoch.epoch))
 
-        history = fit(
-            shared,
-            loader,
-            epochs=count,
-            scheduler=scheduler,
-            checkpoint=folder / f"{name}.pt",
-            callback=log,
-            ranks=first.ranks,
-            **settings,
-        )
+        with keep_warnings([run.folder for run in waiting]):
+            history = fit(
+                shared,
+                loader,
+                epochs=count,
+                scheduler=scheduler,
+                checkpoint=folder / f"{name}.pt",
+                callback=log,
+                ranks=first.ranks,
+                **settings,
+            )
         epochs.extend(replace(epoch, epoch=done + epoch.epoch) for epoch in history.epochs)
         return history.engine
 
@@ -198,7 +200,8 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
         posterior = watched.result(i)
         torch.manual_seed(run.config.seed)  # draws do not depend on how many methods drew before
         start = time.perf_counter()
-        refresh(posterior, loader)
+        with keep_warnings([run.folder]):
+            refresh(posterior, loader)
         drawing = time.perf_counter() - start
         run.save_results(posterior.eval(), epochs, engine=engine, **_seconds_alone(watched, runs, i, epochs, drawing))
 
