@@ -317,18 +317,19 @@ def cost_table(found: list[dict[str, str]]) -> str:
     titles = {"mlp": "MLP 784-200-200-200-10", "conv": "small conv net"}
     lines = [
         [
-            f"{titles[row['case']]}, {row['members']} members, batch {row['batch']}",
+            titles[row["case"]],
             row["method"],
             f"{float(row['ms']):.3g}",
             f"{float(row['ratio']):.2f} ({float(row['lower']):.2f} to {float(row['upper']):.2f})",
-            row["ran"],
         ]
         for row in found
+        if row["method"] != "deep_ensemble"
     ]
-    table = markdown(["networks", "method", "ms per step", "times a deep ensemble", "how it ran"], lines)
+    table = markdown(["networks", "method", "ms per step", "times a deep ensemble"], lines)
     threads = " and ".join(dict.fromkeys(row["threads"] for row in found))
+    sizes = " and ".join(dict.fromkeys(f"{row['members']} members, batch {row['batch']}" for row in found))
     command = "python benchmarks/forde_cost.py --csv FILE"
-    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {origins_of(found)}, {threads} thread(s).*"
+    return f"{table}\n\n*`{command}`; {sizes}; medians and quartiles; {origins_of(found)}, {threads} thread(s).*"
 
 
 def false_positive_table(found: list[dict[str, str]]) -> str:
