@@ -50,16 +50,6 @@ EMBEDDED_STEP = {
     "ratio": ("ratio", ".2f"),
     "device": ("device", ""),
 }
-KERNEL = {
-    "network": ("network", ""),
-    "inputs": ("inputs", ""),
-    "way": ("way", ""),
-    "budget_gib": ("GiB allowed", ".2g"),
-    "seconds": ("seconds", ".2g"),
-    "peak_gib": ("GiB at most", ".2g"),
-    "ratio_to_ours": ("times ours", ".3g"),
-    "device": ("device", ""),
-}
 TRACKED = {
     "case": ("network", ""),
     "method": ("method", ""),

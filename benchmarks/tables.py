@@ -317,18 +317,19 @@ def cost_table(found: list[dict[str, str]]) -> str:
     titles = {"mlp": "MLP 784-200-200-200-10", "conv": "small conv net"}
     lines = [
         [
-            f"{titles[row['case']]}, {row['members']} members, batch {row['batch']}",
+            titles[row["case"]],
             row["method"],
             f"{float(row['ms']):.3g}",
             f"{float(row['ratio']):.2f} ({float(row['lower']):.2f} to {float(row['upper']):.2f})",
-            row["ran"],
         ]
         for row in found
+        if row["method"] != "deep_ensemble"
     ]
-    table = markdown(["networks", "method", "ms per step", "times a deep ensemble", "how it ran"], lines)
+    table = markdown(["networks", "method", "ms per step", "times a deep ensemble"], lines)
     threads = " and ".join(dict.fromkeys(row["threads"] for row in found))
+    sizes = " and ".join(dict.fromkeys(f"{row['members']} members, batch {row['batch']}" for row in found))
     command = "python benchmarks/forde_cost.py --csv FILE"
-    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {origins_of(found)}, {threads} thread(s).*"
+    return f"{table}\n\n*`{command}`; {sizes}; medians and quartiles; {origins_of(found)}, {threads} thread(s).*"
 
 
 def false_positive_table(found: list[dict[str, str]]) -> str:
@@ -405,14 +406,6 @@ STEPS = (  # page, name, files, columns, script, what the numbers are
         measured.EMBEDDED_STEP,
         "embedded_step.py --csv FILE",
         "steps in turns, CPU with --threads 1",
-    ),
-    (
-        "theory.md",
-        "tangent-kernel",
-        ("tangent_kernel", "tangent_kernel_h200"),
-        measured.KERNEL,
-        "tangent_kernel.py --csv FILE",
-        "CPU with --threads 1 --neural-tangents PYTHON, 50 inputs with --naive on two threads",
     ),
     (
         "results/tracking.md",
@@ -536,8 +529,8 @@ PAGES: tuple[
     ("results/peers.md", "peers-gpu", "peers_gpu_h200.csv", peers_page.page),
     ("results/statistics.md", "false-positives", "false_positives.csv", false_positive_table),
     ("results/statistics.md", "false-positives-few", "false_positives_few.csv", few_examples_table),
-    ("reference/details/embedded.md", "bias-correlation", "bias_correlation.csv", bias_correlation.page),
-    ("reference/details/particles.md", "forde-cost", "forde_cost_cpu.csv", cost_table),
+    ("theory.md", "bias-correlation", "bias_correlation.csv", bias_correlation.page),
+    ("methods/forde.md", "forde-cost", "forde_cost_cpu.csv", cost_table),
     ("scaling.md", "scaling-measured", scaling.MEASURED, scaling.measured_page),
     ("scaling.md", "scaling-times", scaling.TIMES, scaling.times_page),
     ("scaling.md", "scaling-predicted", scaling.PREDICTED, scaling.predicted_page),
@@ -560,7 +553,7 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     yield results / "speed.md", "speed", speed_table()
     halves = [*rows("bf16_predictions.csv"), *rows("bf16_predictions_h200.csv")]
     yield results / "speed.md", "bf16-predictions", bf16_predictions.half_table(halves)
-    yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
+    yield docs / "methods/node-bnn.md", "capacity", capacity_table()
     yield docs / "reference/tasks.md", "task-keys", task_keys()
     for name in NODES:
         yield results / "node-bnn.md", name.replace("_", "-"), node_table(name)
@@ -600,7 +593,7 @@ def tables_of_studies() -> Iterator[tuple[Path, str, str]]:
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield results / "composing.md", "compose-speed", compose_speed.page(found)
     if found := rows("momentum.csv"):
-        yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
+        yield docs / "theory.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     yield results / "tables.md", "regression-tables", regression_page.page(rows("regression_tables.csv"))
     if rows("embedded_width.csv"):
         yield results / "embedded.md", "embedded-width", embedded_width.page()

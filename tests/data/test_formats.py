@@ -6,17 +6,15 @@ import io
 import itertools
 import os
 import pickle
-import re
 import struct
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.io import savemat
 
-from dissensus.data import digits, fashion
+from dissensus.data import cifar10, digits, fashion
 from dissensus.data.file_formats import (
     matlab_arrays,
     npz_arrays,
@@ -413,19 +411,6 @@ def test_regression_points_lie_in_three_clusters():
     assert -0.61 < float(y.min()) < float(y.max()) < 0.91
 
 
-# ------------------------------------------------------------------------------------------------- docs/guides/data.md
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "data.md"
-
-
-def test_the_code_of_the_page_runs_and_prints_what_it_promises(capsys, monkeypatch):
-    monkeypatch.delenv("DISSENSUS_DATA", raising=False)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 6
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
-    printed = capsys.readouterr().out
-    assert "torch.Size([10000, 1, 28, 28])" in printed
-    assert "test_batch.bin  30730000 bytes" in printed
-    assert "torch.Size([80, 3]) torch.Size([20, 1])" in printed
-    assert names["grid"].shape == (200, 2)
+def test_a_missing_set_names_its_files_with_their_sizes(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"test_batch\.bin  30730000 bytes"):
+        cifar10("test", folder=tmp_path)

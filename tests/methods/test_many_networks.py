@@ -73,16 +73,6 @@ def fitted(posterior, *, optimizer=None, **keywords):
     return posterior
 
 
-def table() -> dict[tuple[str, str], str]:
-    """(base, watcher) -> what the page says of them."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
-    head = next(row for row in rows if "SWAG" in row)
-    return {
-        (row[0], name): said for row in rows if row[0] in BASES for name, said in zip(head[1:], row[1:], strict=True)
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "optimizer", "engine"), thinned(list(RECORDING), list(OPTIMIZERS), ["loop", "vectorised"], every=3)
 )
@@ -215,12 +205,11 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("base", "watcher"), PAIRS)
-def test_the_page_says_what_composes(base, watcher, tmp_path):
-    said, build = table()[base, watcher], partial(ds.track, BASES[base](), [WATCHERS[watcher]])
-    if said == "no":
+def test_every_watcher_composes_with_every_base_except_laplace_with_shared_weights(base, watcher, tmp_path):
+    build = partial(ds.track, BASES[base](), [WATCHERS[watcher]])
+    if watcher == "Laplace" and base in ("BatchEnsemble", "DropoutEnsemble"):
         refuses(lambda: build(), "expected an ordinary last layer for Laplace")
         return
-    assert said == "yes"
     run = fitted(build())
     posterior = run.watchers[0]
     predicted = posterior.predict(X).member_means
@@ -234,9 +223,9 @@ def test_the_page_says_what_composes(base, watcher, tmp_path):
     torch.testing.assert_close(summary.mean, posterior.predict(X).mean, rtol=0, atol=1e-12)
 
 
-def test_the_page_has_every_pair():
-    assert table().keys() == {(base, watcher) for base in BASES for watcher in WATCHERS}
-    assert set(table().values()) == {"yes", "no"}
+def test_the_page_names_what_composes():
+    rule = next(line for line in PAGE.read_text().split("\n- ") if line.startswith("A network, a list"))
+    assert [name for name in [*BASES, *WATCHERS] if name.lower() not in rule.lower()] == []
 
 
 @pytest.mark.parametrize("base", ["a list", "FoRDE", "BatchEnsemble"])
