@@ -19,7 +19,7 @@ test-slow: $(VENV)/installed-test
 
 # Every package must be there: what is missing would be skipped.
 test-stacks: $(VENV)/installed-stacks
-	$(BIN)/python -c "import transformers, peft, timm, lightning, accelerate, torchmetrics, torchvision"
+	$(BIN)/python -c "import transformers, peft, timm, lightning, accelerate, torchmetrics, torchvision, ray, yaml"
 	$(BIN)/pytest -n auto --dist worksteal -m "" tests/stacks
 
 lint: $(VENV)/installed-test
