@@ -7,7 +7,7 @@ A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is there is re
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import aims
@@ -34,7 +34,7 @@ import toy_entropy
 import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
-from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of
+from rows import Paired, by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of
 
 import calibration
 from dissensus.bench.capacity_table import capacities
@@ -50,17 +50,8 @@ LINE = {
     "region/outside/sd": "sd outside",
     "region/at_data/sd": "sd at the data",
     "rmse": "RMSE",
-    "distances/function": "distance of outputs",
-    "distances/gradient": "angle of input gradients",
 }
-PLANE = {
-    "region/off_data/entropy": "entropy off the data",
-    "region/at_data/entropy": "entropy at the data",
-    "accuracy": "accuracy",
-    "nll": "NLL",
-    "distances/function": "distance of outputs",
-    "distances/gradient": "angle of input gradients",
-}
+PLANE = {"region/off_data/entropy": "entropy off the data", "region/at_data/entropy": "at the data", "nll": "NLL"}
 PARTICLES = {
     "toy-regression": LINE,
     "toy-regression-adam": LINE,
@@ -69,9 +60,7 @@ PARTICLES = {
     "toy-classification-small": PLANE,
     "lengthscales": {
         "accuracy": "accuracy",
-        "severities 1–3": "severities 1–3",
         "severities 4–5": "severities 4–5",
-        "validation/corrupt/accuracy": "damaged validation images",
         "nll": "NLL",
         "corrupt/nll": "NLL, damaged",
         "ece": "ECE",
@@ -79,11 +68,11 @@ PARTICLES = {
         "ood/fashion/auroc": "AUROC, clothes",
     },
 }
-TOYS = tuple(("forde", other) for other in ("deep_ensemble", "weight_rde", "function_rde", "feature_rde", "lit"))
-COMPARED = dict.fromkeys(PARTICLES, TOYS)
-COMPARED["lengthscales"] = (("forde", "deep_ensemble"), ("lit", "deep_ensemble"), ("lit", "forde"))
-VARIANTS = tuple((f"forde-{name}", "forde") for name in ("sample", "algorithm", "log_prob", "1_N"))
-NODES = {  # file -> columns, and what is compared
+SHOWN = (  # methods of the tables of particles; the others are in the files
+    *("deep_ensemble", "weight_rde", "function_rde", "function_rde-1_B", "function_rde-paper", "feature_rde"),
+    *("svgd-function", "lit", "forde", "forde-alpha100"),
+)
+NODES = {  # file -> columns, what methods are compared with, and the command
     "node_digits": (
         {
             "nll": "NLL",
@@ -94,7 +83,7 @@ NODES = {  # file -> columns, and what is compared
             "corrupt/accuracy": "accuracy, corrupted",
             "ood/fashion/auroc": "AUROC, clothes",
         },
-        [("node_bnn", "map")],
+        "map",
         "dissensus bench digits --methods map,node_bnn --seeds 15",
     ),
     "node_cubic_gap": (
@@ -106,7 +95,7 @@ NODES = {  # file -> columns, and what is compared
             "region/between/sd": "between the data",
             "region/outside/sd": "outside",
         },
-        [(name, other) for name in ("node_bnn", "node_bnn-ibnn") for other in ("mc_dropout", "deep_ensemble")],
+        "deep_ensemble",
         "dissensus bench cubic-gap --seeds 5",
     ),
 }
@@ -125,13 +114,11 @@ COMMANDS = {  # of tables that are not of a task as it stands
     "--set method.svgd.training.lr=1e-3"
 }
 SIDE_BY_SIDE = {
-    "toy-regression": {"region/between/sd": "sd between", "region/outside/sd": "sd outside", "rmse": "RMSE"},
-    "toy-classification": {"region/off_data/entropy": "entropy off the data", "nll": "NLL"},
+    "toy-regression": {"region/between/sd": "sd between", "rmse": "RMSE"},
+    "toy-classification": {"region/off_data/entropy": "entropy off the data"},
     "forde-variants": {
-        "accuracy": "accuracy",
         "nll": "NLL",
         "corrupt/accuracy": "accuracy, damaged",
-        "ece": "ECE",
         "corrupt/ece": "ECE, damaged",
         "ood/fashion/auroc": "AUROC, clothes",
         "distances/gradient": "angle",
@@ -241,43 +228,67 @@ def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
     return "\n".join([*lines, "", made])
 
 
-def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
-    """One row per value of `key`, with its number of seeds where rows differ in it."""
+def seed_table(
+    found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str, against: str = ""
+) -> str:
+    """One row per value of `key`, with its number of seeds where rows differ in it; bold: differs from `against`."""
     groups = by_key(found, key)
     differ = len({len(members) for members in groups.values()}) > 1
-    lines = [f"| {key} | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]
+    compared = comparisons(groups, columns, [(name, against) for name in groups if against and name != against])
+    lines = []
     for name, members in groups.items():
-        cells = [mean_and_spread(members, column) for column in columns]
-        lines.append(f"| {name}{f' ({len(members)} seeds)' if differ else ''} | " + " | ".join(cells) + " |")
+        cells = [
+            marked(mean_and_spread(members, column), compared.get((name, against, column))) for column in columns
+        ]
+        lines.append([f"{name}{f' ({len(members)} seeds)' if differ else ''}", *cells])
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
     facts = f"{seeds_of(found, {})}, mean ± standard deviation; {made}; {where}"
-    return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])
+    parts = [markdown([key, *columns.values()], lines), f"*`{command}`; {facts}.*"]
+    if against:
+        parts.insert(1, bold(against, compared))
+    return "\n\n".join(parts)
 
 
-def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance, by Holm."""
-    groups = by_key(found, "method")
-    cells = {(c, pair): paired(*(groups[name] for name in pair), c) for c in columns for pair in pairs}
-    there = {key: each for key, each in cells.items() if each is not None and each.p_value == each.p_value}  # some vary
-    adjusted = dict(zip(there, holm_p_values([each.p_value for each in there.values()]), strict=True))
-    lines = []
-    for column, title in columns.items():
-        line = [title]
-        for pair in pairs:
-            each = cells[column, pair]
-            if each is None:
-                text = "–"
-            elif (column, pair) in there:
-                text = f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
-            else:
-                text = f"{each.difference:+.2g} with every seed"
-            line.append(f"**{text}**" if adjusted.get((column, pair), 1) < SIGNIFICANT else text)
-        if line[1:] != ["–"] * len(pairs):
-            lines.append(line)
-    table = markdown(["", *(f"{first} − {second}" for first, second in pairs)], lines)
+Compared = dict[tuple[str, str, str], tuple[Paired, float]]  # (method, other, column) -> difference, adjusted p-value
+
+
+def comparisons(
+    groups: dict[str, list[dict[str, str]]], columns: Iterable[str], pairs: Sequence[tuple[str, str]]
+) -> Compared:
+    """Differences of two methods on the seeds both have, by Student's t, with Holm's adjustment for all of them."""
+    each = {(*pair, key): paired(*(groups[name] for name in pair), key) for key in columns for pair in pairs}
+    there = {key: found for key, found in each.items() if found is not None and found.p_value == found.p_value}
+    adjusted = holm_p_values([found.p_value for found in there.values()])
+    return {key: (found, p) for (key, found), p in zip(there.items(), adjusted, strict=True)}
+
+
+def marked(text: str, compared: tuple[Paired, float] | None) -> str:
+    return f"**{text}**" if compared is not None and compared[1] < SIGNIFICANT else text
+
+
+def bold(against: str, compared: Compared) -> str:
+    sure = sum(p < SIGNIFICANT for _, p in compared.values())
     return (
-        f"{table}\n\nBold: p < {SIGNIFICANT:g} after Holm's adjustment for the {len(there)} comparisons of this table."
+        f"Bold: differs from {against} on the same seeds beyond chance, in {sure} of {len(compared)} comparisons "
+        f"(p < {SIGNIFICANT:g} after Holm's adjustment for all of them)."
     )
+
+
+def difference_sentences(
+    found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """What differs beyond chance in each pair, with 95 % intervals, and how much is within chance."""
+    compared = comparisons(by_key(found, "method"), columns, pairs)
+    for pair in pairs:
+        mine = {key[2]: each for key, each in compared.items() if key[:2] == pair}
+        sure = [
+            f"{columns[key]} {each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
+            for key, (each, p) in mine.items()
+            if p < SIGNIFICANT
+        ]
+        rest = len(mine) - len(sure)
+        within = f"; {rest} within chance" if sure and rest else "" if sure else f"all {rest} within chance"
+        yield f"- {' − '.join(pair)}: {'; '.join(sure)}{within}."
 
 
 def mean_and_spread(members: list[dict[str, str]], column: str) -> str:
@@ -293,23 +304,24 @@ def particle_rows(task: str) -> list[dict[str, str]]:
 
 
 def particle_table(task: str, columns: dict[str, str]) -> str:
-    """A particle task: its table, what its numbers say, and its figures where there are any."""
-    found = particle_rows(task)
+    """A particle task: the methods that its page speaks of, bold where they differ, and its figures where there are any."""
+    every = particle_rows(task)
+    found = [row for row in every if row["method"] in SHOWN]
     seeds = len({row["seed"] for row in found})
     command = COMMANDS.get(task, f"dissensus bench {task} --size paper --seeds {seeds}")
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    table = seed_table(found, "method", columns, where=where, command=command)
+    file = f"`benchmarks/results/{task.replace('-', '_')}.csv`"
+    where += f"; all {len(by_key(every, 'method'))} methods are in {file}"
+    against = "deep_ensemble" if task == "lengthscales" else "forde"
+    table = seed_table(found, "method", columns, where=where, command=command, against=against)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
     shown = [
         f"![{text}](figures/{name}.png)"
         for name, text in pictures.items()
         if (ROOT / "docs" / "figures" / f"{name}.png").exists()
     ]
-    parts = [*sentences(found), *shown]
-    if task in COMPARED:
-        parts.insert(0, "Seed by seed, with 95 % intervals over seeds:")
-        parts.insert(1, difference_table(found, columns, COMPARED[task]))
-    return "\n".join([table, *("\n" + part for part in parts)])
+    said = sentences(every) if task == "lengthscales" else []
+    return "\n\n".join([table, *said, *shown])
 
 
 def cost_table(found: list[dict[str, str]]) -> str:
@@ -381,12 +393,11 @@ def few_examples_table(found: list[dict[str, str]]) -> str:
 
 
 def node_table(name: str) -> str:
-    """A task of NodeBNN: its table and paired differences."""
-    columns, pairs, command = NODES[name]
+    """A task of NodeBNN, beside the method it is compared with."""
+    columns, against, command = NODES[name]
     found = rows(f"{name}.csv")
-    where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    table = seed_table(found, "method", columns, where=where, command=command)
-    return f"{table}\n\nSeed by seed, with 95 % intervals over seeds:\n\n{difference_table(found, columns, pairs)}"
+    where = " and ".join(dict.fromkeys(row["device"] for row in found)) + f"; `benchmarks/results/{name}.csv`"
+    return seed_table(found, "method", columns, where=where, command=command, against=against)
 
 
 STEPS = (  # page, name, files, columns, script, what the numbers are
@@ -448,22 +459,26 @@ def measurements() -> Iterator[tuple[str, str, str]]:
 def side_by_side() -> str:
     """Variants of FoRDE on all tasks that have them, one column per number."""
     headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
-    lines = [f"| method | {' | '.join(headings)} |", "|" + "---|" * (len(headings) + 1)]
     groups = {task: by_key(particle_rows(task), "method") for task in SIDE_BY_SIDE}
     every = dict.fromkeys(name for group in groups.values() for name in group)
     names = [name for name in every if name == "deep_ensemble" or name.startswith("forde")]
-    for name in names:
-        cells = [
-            mean_and_spread(groups[task].get(name, []), column)
+    pairs = [(name, "forde") for name in names if name not in ("forde", "deep_ensemble")]
+    compared = {task: comparisons(groups[task], columns, pairs) for task, columns in SIDE_BY_SIDE.items()}
+    lines = [
+        [name]
+        + [
+            marked(mean_and_spread(groups[task].get(name, []), key), compared[task].get((name, "forde", key)))
             for task, columns in SIDE_BY_SIDE.items()
-            for column in columns
+            for key in columns
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "*The runs of the tables here; mean ± standard deviation over seeds.*"]
-    for task, columns in SIDE_BY_SIDE.items():
-        lines += ["", f"`{task}`, seed by seed, with 95 % intervals over seeds:", ""]
-        lines.append(difference_table(particle_rows(task), columns, VARIANTS))
-    return "\n".join(lines)
+        for name in names
+    ]
+    counts = ", ".join(str(len(each)) for each in compared.values())
+    said = f"Bold: a variant differs from forde beyond chance (p < {SIGNIFICANT:g}, by Holm for a task's {counts} comparisons)."
+    files = ", ".join(f"`{task.replace('-', '_')}.csv`" for task in SIDE_BY_SIDE)
+    found = particle_rows("forde-variants")
+    made = f"*`dissensus bench forde-variants --size paper --seeds 5` and the runs above; {files}; {origins_of(found)}.*"
+    return f"{markdown(['method', *headings], lines)}\n\n{said}\n\n{made}"
 
 
 def filled(text: str, name: str, table: str) -> str:
@@ -487,16 +502,16 @@ def capacity_table() -> str:
 
 
 def shift_table(task: str) -> str:
-    """A task on damaged inputs: its table, paired differences, and its figures; or that there is nothing yet."""
-    found = rows(f"{task.replace('-', '_')}.csv")
-    if not found:
-        return f"*No results are committed yet: `dissensus bench {task} --seeds 10`.*"
+    """A task on damaged inputs: its table, bold where methods differ, other comparisons as sentences, and its figures."""
+    found, columns = rows(f"{task.replace('-', '_')}.csv"), shift.COLUMNS[task]
     command = f"dissensus bench {task} --size {found[0]['size']} --seeds {len({row['seed'] for row in found})}"
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    parts = [seed_table(found, "method", shift.COLUMNS[task], where=where, command=command)]
-    for title, pairs in shift.compared(task, list(by_key(found, "method"))).items():
-        text = f"{title}, seed by seed, with 95 % intervals over seeds:"
-        parts += [text, difference_table(found, shift.COLUMNS[task], pairs)]
+    where += f"; `benchmarks/results/{task.replace('-', '_')}.csv`"
+    parts = [seed_table(found, "method", columns, where=where, command=command, against="map")]
+    title, pairs = shift.PAIRS[task]
+    count = len(comparisons(by_key(found, "method"), columns, pairs))
+    adjusted = f"p < {SIGNIFICANT:g} after Holm's adjustment for these {count} comparisons, with 95 % intervals over seeds"
+    parts += [f"{title} ({adjusted}):", "\n".join(difference_sentences(found, columns, pairs))]
     return "\n\n".join([*parts, *shift.shown(task, list(by_key(found, "method")))])
 
 
