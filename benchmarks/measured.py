@@ -82,14 +82,9 @@ LATENCY = {
     "what": ("what", ""),
     "method": ("method", ""),
     "network": ("network", ""),
-    "batch": ("batch", ""),
     "by_hand_ms": ("by hand, ms", ".3g"),
     "ms": ("dissensus, ms", ".3g"),
-    "over_ms": ("over, ms", ".2g"),
     "ratio": ("times by hand", ".3g"),
-    "ratio_low": ("quartiles", ".3g"),
-    "ratio_high": ("", ".3g"),
-    "threads": ("threads", ""),
 }
 LAPLACE = {
     "program": ("program", ""),

@@ -45,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = Path(schema.__file__)
 COMMAND = "python benchmarks/speed.py --csv FILE"
+NETWORKS = dict.fromkeys(("mlp", "mlp16"), "MLP 784-200-200-200-10") | {"resnet18": "ResNet-18", "conv": "small conv net"}
 LINE = {
     "region/between/sd": "sd between clusters",
     "region/outside/sd": "sd outside",
@@ -131,80 +132,42 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def speed_table() -> str:
-    """The H200 and CPU comparisons."""
-    lines = [
-        "| device | network | M | batch | what | loop over members | dissensus | ratio | how it ran |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    commits = set()
+    """The H200 and CPU comparisons: the first of each device, network and kind, and those in which the loop is faster."""
+    lines, commits, seen = [], set(), set()
     for file in ("speed_h200.csv", "speed_cpu.csv"):
         for row in rows(file):
-            if row["what"].startswith("epoch"):
-                continue  # so many times the step
             commits.add(f"{row['commit']}, torch {row['torch']}")
-            network = {
-                "mlp": "MLP 784-200-200-200-10",
-                "mlp16": "MLP 784-200-200-200-10",
-                "resnet18": "ResNet-18",
-                "conv": "small conv net",
-            }[row["case"]]
+            kind = (file, NETWORKS[row["case"]], re.sub(r" of \d+", "", row["what"]))
+            if row["what"].startswith("epoch") or (kind in seen and float(row["ratio"]) >= 1):
+                continue
+            seen.add(kind)
             cores = "2 cores, Arm" if "aarch64" in row["device"] else row["device"]
             device = "H200" if "H200" in row["device"] else cores
-            lines.append(
-                f"| {device} | {network} | {row['members']} | {row['batch']} | {row['what']} | {float(row['loop_ms']):.4g} ms "
-                f"| {float(row['ms']):.3g} ms | {float(row['ratio']):.3g}× | {row['ran']} |"
-            )
-    return "\n".join([*lines, "", f"*`{COMMAND}`; commit {'; '.join(sorted(commits))}.*"])
+            case = f"{row['members']} × {NETWORKS[row['case']]}, batch {row['batch']}"
+            times = [f"{float(row['loop_ms']):.4g}", f"{float(row['ms']):.3g}", f"{float(row['ratio']):.3g}×"]
+            lines.append([device, case, row["what"], *times, row["ran"]])
+    table = markdown(["device", "networks", "what", "loop, ms", "dissensus, ms", "ratio", "how it ran"], lines)
+    made = f"commit {'; '.join(sorted(commits))}; other sizes in `speed_h200.csv` and `speed_cpu.csv`"
+    return f"{table}\n\n*`{COMMAND}`; {made}.*"
 
 
 GPU_SECTIONS = {
-    "steps": ("A training step of {members} ResNet-18 on batches of {batch}, bf16", "times the short deep ensemble"),
-    "compiled": ("The same in a run long enough to compile", "times the short deep ensemble"),
-    "watching": ("A training step of one ResNet-18 on batches of {batch}, bf16", "times unwatched"),
+    "steps": ("A training step of {members} ResNet-18 on batches of {batch}, bf16", "times the deep ensemble"),
     "prediction": ("Prediction of {members} ResNet-18 in batches of {batch}", "times as fast as the float32 loop"),
-    "kernels": ("Where the device's time goes: kernels, added up, and the time in which any runs", ""),
-    "gradients": ("Gradients of three ResNet-18 on 32 images", ""),
 }
 
 
 def gpu_tables(found: list[dict[str, str]]) -> str:
-    """What steps and predictions cost on a GPU, each section as a table."""
+    """What a step and a prediction cost on a GPU."""
     parts = []
     for what, (title, ratio) in GPU_SECTIONS.items():
         mine = [row for row in found if row["what"] == what]
-        if not mine:
-            continue
-        if what == "gradients":
-            columns = {"name": "method", "run": "precision", "ran": "deviation", "error": "‖a − b‖ / ‖b‖"}
-        elif what == "kernels":
-            columns = {"run": "in", "name": "kernels", "ms": "ms"}
-        else:
-            columns = {
-                "name": "what",
-                "run": "run",
-                "ran": "how it ran",
-                "ms": "ms",
-                "ratio": ratio,
-                "spread": "spread",
-            }
-            columns |= {"reserved_gib": "GiB"} if what != "prediction" else {"error": "largest error of a probability"}
+        last = {"reserved_gib": "GiB"} if what == "steps" else {"error": "largest error of a probability"}
+        columns = {"name": "what", "run": "run", "ms": "ms", "ratio": ratio} | last
         table = markdown(list(columns.values()), [[row[key] for key in columns] for row in mine])
         parts += [f"*{title.format(**mine[0])}*", "", table, ""]
-    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}.*"])
-
-
-def latency_stages_table(found: list[dict[str, str]]) -> str:
-    """Microseconds by stage, one column for each case, predictions apart from steps."""
-    parts = []
-    for kind in ("prediction", "training"):
-        mine = [row for row in found if row["what"].startswith(kind)]
-        cases = dict.fromkeys((row["what"], row["network"]) for row in mine)
-        known = {(row["what"], row["network"], row["stage"]): row["us"] for row in mine}
-        stages = dict.fromkeys(row["stage"] for row in mine)
-        header = [f"{mine[0]['what'].partition(',')[0]}, µs"]
-        header += [f"{what.partition(', ')[2]}, {network}" for what, network in cases]
-        parts += [markdown(header, [[stage, *(known[*case, stage] for case in cases)] for stage in stages]), ""]
-    return "\n".join([*parts, f"*`python benchmarks/latency_stages.py --csv FILE`; medians; {origins_of(found)}.*"])
+    more = "long runs, kernels and gradients in `gpu_h200.csv`"
+    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}; {more}.*"])
 
 
 def training_memory_table(found: list[dict[str, str]]) -> str:
@@ -217,14 +180,14 @@ def training_memory_table(found: list[dict[str, str]]) -> str:
 
 def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
     """Deviations in bf16, mean over seeds."""
-    keys = ("activation", "batch norm", "steps", "how")
+    keys = ("activation", "batch norm", "steps")
     columns = ("likelihood", "directions", "repulsion", "flipped")
     lines = [f"| {' | '.join((*keys, *columns))} |", "|" + "---|" * (len(keys) + len(columns))]
-    for key, members in grouped(found, keys).items():
+    for key, members in grouped((row for row in found if row["how"] == "bf16"), keys).items():
         cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g} %" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
     seeds = len({row["seed"] for row in found})
-    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}.*"
+    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}; beside noise in float32 in `bf16_repulsion.csv`.*"
     return "\n".join([*lines, "", made])
 
 
@@ -345,22 +308,18 @@ def cost_table(found: list[dict[str, str]]) -> str:
 
 def false_positive_table(found: list[dict[str, str]]) -> str:
     """How often equal methods are said to differ, and how often real differences are found."""
-    percent = ("false_positives", "seeds_alone", "examples_alone", "resampled_seeds", "found_3", "found_5", "found_10")
-    titles = [
-        "noise of seeds : examples",
-        "seeds",
-        "p < 0.05",
-        "t over seeds alone",
-        "examples alone",
-        "seeds resampled",
-    ]
-    titles += [f"found: {k} errors" for k in (3, 5, 10)]
+    titles = {
+        "false_positives": "p < 0.05",
+        "seeds_alone": "t over seeds alone",
+        "examples_alone": "examples alone",
+        "found_5": "found: 5 errors",
+    }
     noises = {"0.0": "0 : 1", "inf": "1 : 0"}
     lines = [
         [noises.get(row["noise"], f"{float(row['noise']):g} : 1"), row["seeds"]]
-        + [f"{100 * float(row[key]):.1f} %" for key in percent]
+        + [f"{100 * float(row[key]):.1f} %" for key in titles]
         for row in found
-        if row["metric"] == "nll"
+        if row["metric"] == "nll" and row["seeds"] in ("2", "5")
     ]
     largest = []
     for metric, name in (("nll", "NLL"), ("accuracy", "accuracy"), ("ood/far/auroc", "AUROC")):
@@ -372,7 +331,10 @@ def false_positive_table(found: list[dict[str, str]]) -> str:
     facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; "
     facts += origins_of(found)
     said = f"The table is of the NLL. Largest share of p < 0.05 between equal methods: {', '.join(largest)}."
-    return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
+    return (
+        f"{markdown(['noise of seeds : examples', 'seeds', *titles.values()], lines)}\n\n{said}\n\n"
+        f"*`python benchmarks/false_positives.py --csv FILE`; {facts}; all cases in `false_positives.csv`.*"
+    )
 
 
 def few_examples_table(found: list[dict[str, str]]) -> str:
@@ -383,7 +345,7 @@ def few_examples_table(found: list[dict[str, str]]) -> str:
     share = {(row["metric"], row["examples"]): f"{100 * float(row['false_positives']):.1f} %" for row in found}
     before = {row["examples"]: f"{100 * float(row['normal']):.1f} %" for row in found if row["metric"] == "nll"}
     titles = ["test examples", "NLL by the normal distribution", *(names.get(key, key) for key in metrics)]
-    lines = [[count, before[count], *(share[key, count] for key in metrics)] for count in before]
+    lines = [[count, before[count], *(share[key, count] for key in metrics)] for count in before if count in ("2", "5", "30")]
     first = found[0]
     facts = (
         f"seed {first['seed']}, {first['simulations']} comparisons (error {100 * float(first['error']):.1f} points), "
@@ -449,11 +411,14 @@ def measurements() -> Iterator[tuple[str, str, str]]:
     """(page, name, table) of small measurements."""
     for page, name, files, columns, script, what in STEPS:
         found = [row for file in files for row in rows(f"{file}.csv")]
+        if name == "node-step":  # the file has latents of outputs, too
+            found = [row for row in found if "out" not in row["what"]]
         yield page, name, measured.measured(found, columns, f"python benchmarks/{script}", what)
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
+    found = [row for row in found if "prior 1" not in row["case"] and row["case"] != "covariance=joint, structure=kron"]
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
-    table = measured.measured(found, measured.LAPLACE, command, "means over seeds")
-    yield "results/laplace.md", "laplace-cifar10", table
+    table = measured.measured(found, measured.LAPLACE, command, "means over seeds; all cases in `laplace_cifar10.csv`")
+    yield "results/pretrained.md", "laplace-cifar10", table
 
 
 def side_by_side() -> str:
@@ -539,14 +504,13 @@ PAGES: tuple[
 ] = (  # page, name, file, table of its rows
     ("results/speed.md", "gpu", "gpu_h200.csv", gpu_tables),
     ("results/speed.md", "training-memory", "training_memory.csv", training_memory_table),
-    ("results/speed.md", "latency-stages", "latency_stages_cpu.csv", latency_stages_table),
     ("results/speed.md", "bf16-repulsion", "bf16_repulsion.csv", bf16_repulsion_table),
     ("results/tracking.md", "mnist-ood", "mnist_ood.csv", mnist_ood.page),
     ("results/tracking.md", "tradi-schedule", "tradi_schedule.csv", tradi_schedule.page),
     ("results/tracking.md", "uci", "uci.csv", uci_page.page),
     ("results/particles.md", "toy-entropy", "toy_entropy.csv", toy_entropy.page),
     ("results/composing.md", "compose", "compose.csv", compose.page),
-    ("results/landscape.md", "landscape", "landscape.csv", landscape.page),
+    ("results/particles.md", "landscape", "landscape.csv", landscape.page),
     ("results/peers.md", "peers", "peers_cpu.csv", peers_page.page),
     ("results/peers.md", "peers-gpu", "peers_gpu_h200.csv", peers_page.page),
     ("results/statistics.md", "false-positives", "false_positives.csv", false_positive_table),

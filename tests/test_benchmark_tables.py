@@ -101,7 +101,7 @@ def test_the_study_of_composing_says_what_is_beyond_chance_and_what_is_not(bench
     better, neither = sorted(compose.sentences(found), key=lambda text: "MultiSWAG" not in text)
     assert better == "- MultiSWAG: better in NLL (by 0.0998), beyond chance; all else is within chance."
     assert neither == "- SWAG: all is within chance."
-    assert "**−0.0998 (p < 0.001)**" in compose.page(found)
+    assert "**0.1002 ± 0.0011**" in compose.page(found)
 
 
 def test_the_page_of_tables_says_where_networks_are_better_and_where_not(benchmarks):
