@@ -131,21 +131,19 @@ def said(rows: list[Row]) -> list[str]:
     """What the comparisons of deep ensemble and TRADI with MAP say of the paper's two claims."""
     sentences = []
     for method in ("deep_ensemble", "tradi", "tradi-wide", "tradi-diagonal"):
-        for key, better in ((f"{OOD}auroc", 1), (f"{OOD}fpr95", -1)):
-            row = next((row for row in rows if row["method"] == method and row["metric"] == key), None)
-            if row is None:
-                continue
-            sure = float(row["p_value"]) < SIGNIFICANT
-            ahead = better * float(row["difference"]) > 0
-            verdict = ("better than" if ahead else "worse than") if sure else "within chance of"
-            sentences.append(
-                f"{NAMES[method]} is {verdict} MAP in {COLUMNS[key][0].removesuffix(' %')} "
-                f"({minus(100 * float(row['difference']), 1)} points, {minus(100 * float(row['lower']), 1)} to "
-                f"{minus(100 * float(row['upper']), 1)}; counts {row['counted'].replace('test examples', 'test images')})."
-            )
+        found = [row for key in (f"{OOD}auroc", f"{OOD}fpr95") for row in rows if (row["method"], row["metric"]) == (method, key)]
+        ends = ("difference", "lower", "upper")
+        each = [[minus(100 * float(row[end]), 1) for end in ends] for row in found]
+        texts = [
+            f"{COLUMNS[row['metric']][0].removesuffix(' %')} {d} ({low} to {high})"
+            for row, (d, low, high) in zip(found, each, strict=True)
+        ]
+        if found:
+            counted = found[0]["counted"].replace("test examples", "test images")
+            sentences.append(f"{NAMES[method]} less MAP: {', '.join(texts)} points, counting {counted}.")
     adjusted = (
         f"Bold: differs from MAP, p < {SIGNIFICANT:g} after Holm's adjustment for {rows[0]['comparisons']} comparisons, as the "
-        f"intervals are; all are in `{PAIRS}`, IoU by class in `{NUMBERS}`."
+        f"intervals are (`{PAIRS}`)."
     )
     return [" ".join([adjusted, *sentences])] if sentences else []
 

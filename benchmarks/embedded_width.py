@@ -41,7 +41,11 @@ def page() -> str:
     found = [Claim(*(row[key] for key in Claim._fields)) for row in table_rows(CLAIMS, TEXTS)]
     accuracies = accuracy_table(rows)
     kept = [i for i, name in enumerate(accuracies.columns) if name in ("M = 1", "M = 8", "M = 32")]
-    lines = [[line.label, line.unit, *(line.cells[i].text for i in kept)] for line in accuracies.rows]
+    lines = [
+        [line.label, line.unit, *(line.cells[i].text for i in kept)]
+        for line in accuracies.rows
+        if line.label.startswith(("0.25×", "1×", "4×"))
+    ]
     table = markdown(["width", "members", *(accuracies.columns[i] for i in kept)], lines)
     seeds = len({row["seed"] for row in rows})
     commit, torch, device, _ = ("; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN)
@@ -50,7 +54,7 @@ def page() -> str:
     for question, _, rest in (each.partition("?") for each in width_verdicts(found)):
         first, *others = rest.strip().rstrip(".").split("; ")
         first = first.replace("not to be told to a point", "inconclusive at ±1 point").replace("not to be told", "inconclusive")
-        more = f"; {len(others)} further claims are in `{CLAIMS.name}`" if others else ""
+        more = f"; {len(others)} more in the file" if others else ""
         said.append(f"- **{question}?** {first}{more}.")
     said.append(facts_of(rows))
     lost = sum(row["diverged"] is not None for row in rows)
@@ -63,7 +67,7 @@ def page() -> str:
         table,
         "",
         f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits, and are "
-        f"widened by Holm's adjustment for the claims on a question.{left} Commit {commit}, torch {torch}, "
+        f"widened by Holm's adjustment for the claims on a question (`{CLAIMS.name}`).{left} Commit {commit}, torch {torch}, "
         f"{device}.*",
     ])  # fmt: skip
 
@@ -114,7 +118,7 @@ def verdict_page(path: Path = ROWS) -> str:
         wrong += said.kind == "independent" and each.upper < -0.01
         ends = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
         cell = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
-        if members in (2, 8, 32):
+        if members in (8, 32):
             lines.append([*cell, f"{ends[0]} ({ends[1]} … {ends[2]})"])
     rank = float(spearmanr(crowding, list(points.values())).statistic)
     same = [(a, b) for a in points for b in points if a[0] < b[0] and a[1] * b[0] == b[1] * a[0]]

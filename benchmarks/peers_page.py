@@ -63,7 +63,7 @@ def title(row: Row) -> str:
 def time(row: Row) -> str:
     """Milliseconds and how they compare; bold where the other library is faster."""
     milliseconds = 1e3 * float(row["seconds"])
-    text = f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
+    text = f"{milliseconds:,.0f}" if milliseconds >= 1000 else f"{milliseconds:.3g}"
     if row["library"] == "dissensus" or not row["ratio"]:
         return text
     ratio = float(row["ratio"])
@@ -79,7 +79,7 @@ def matrix(rows: Sequence[Row], name: Callable[[Row], str], cell: Callable[[Row]
     for row in shown:
         lines.setdefault(name(row), {})[row["library"]] = cell(row) if row["seconds"] else row["note"]
     table = [[key, *(cells.get(library, "–") for library in libraries)] for key, cells in lines.items()]
-    return markdown(["", *libraries], table)
+    return markdown(["ms", *libraries], table)
 
 
 def lost(rows: Sequence[Row]) -> str:
@@ -127,19 +127,17 @@ def page(rows: Sequence[Row]) -> str:
         measure, operations = SECTIONS[heading]
         mine = [row for row in rows if row["operation"] in operations and row["measure"] in (measure, "")]
         if any(row["seconds"] for row in mine):
-            parts += [f"{head} {heading}", matrix(mine, title, time)]
+            kept = [row for row in mine if gpu or row["members"] != "10"]  # between 5 and 20
+            parts += [f"{head} {heading}", matrix(kept, title, time)]
     whole = [row for row in rows if row["measure"] in ("epoch", "prediction", "fit", "kernel") and row["peak_mb"]]
     if whole:
-        parts += [f"{head} Peak memory", memory(whole)]
+        parts += [memory(whole)]
     if imported := [row for row in rows if row["operation"] == "import"]:
-        parts += [f"{head} Import", "Beyond the import of torch (jax for neural-tangents), which is the column torch."]
-        parts += [matrix(imported, lambda row: row["measure"], time)]
+        text = "Beyond the import of torch (jax for neural-tangents), which is the column torch."
+        parts += [f"{head} Import and installation", text, matrix(imported, lambda row: row["measure"], time)]
     if held := [row for row in rows if row["operation"] == "packages"]:
-        lines = [
-            [row["library"], row["version"], row["packages"], f"{float(row['mb']):,.0f}", row["note"]] for row in held
-        ]
-        parts += [f"{head} Packages installed beside torch and what it needs (jax for neural-tangents)"]
-        parts += [markdown(["library", "version", "packages", "MB", ""], lines)]
+        each = [f"{row['library']} {row['packages']} ({float(row['mb']):,.0f} MB)" for row in held]
+        parts += [f"Packages installed beside torch and what it needs (jax for neural-tangents): {', '.join(each)}."]
     parts += [f"{head} Where dissensus is slower", lost(rows)]
     seen = {row["library"]: f"{row['library']} {row['version']}" for row in rows if row["version"]}
     rounds = " and ".join(dict.fromkeys(row["rounds"] for row in rows if row["rounds"]))

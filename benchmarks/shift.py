@@ -100,7 +100,7 @@ def write_figures(results: Results, task: str, folder: Path) -> None:
 def shown(task: str, methods: Sequence[str]) -> list[str]:
     """Markdown of the figures that are there."""
     titles = {"error": "Error against severity, means over seeds", "nll": "NLL against severity, means over seeds"}
-    titles |= {name: f"What drawn functions of {name} see in an image" for name in methods}
+    titles |= {name: f"Images as functions of {name} see them" for name in methods}
     files = {f"{task}-{name}.png": title for name, title in titles.items()}
     return [f"![{title}](figures/{file})" for file, title in files.items() if (FIGURES / file).exists()]
 

@@ -70,9 +70,13 @@ PARTICLES = {
     },
 }
 SHOWN = (  # methods of the tables of particles; the others are in the files
-    *("deep_ensemble", "weight_rde", "function_rde", "function_rde-1_B", "function_rde-paper", "feature_rde"),
-    *("svgd-function", "lit", "forde", "forde-alpha100"),
+    *("deep_ensemble", "function_rde", "function_rde-1_B", "function_rde-paper", "feature_rde", "lit", "forde"),
+    "forde-alpha100",
 )
+WIDE = {  # further ones
+    "toy-regression": ("weight_rde", "svgd-function"),
+    "toy-classification": ("weight_rde",),
+}
 NODES = {  # file -> columns, what methods are compared with, and the command
     "node_digits": (
         {
@@ -115,7 +119,7 @@ COMMANDS = {  # of tables that are not of a task as it stands
     "--set method.svgd.training.lr=1e-3"
 }
 SIDE_BY_SIDE = {
-    "toy-regression": {"region/between/sd": "sd between", "rmse": "RMSE"},
+    "toy-regression": {"region/between/sd": "sd between"},
     "toy-classification": {"region/off_data/entropy": "entropy off the data"},
     "forde-variants": {
         "nll": "NLL",
@@ -138,7 +142,7 @@ def speed_table() -> str:
         for row in rows(file):
             commits.add(f"{row['commit']}, torch {row['torch']}")
             kind = (file, NETWORKS[row["case"]], re.sub(r" of \d+", "", row["what"]))
-            if row["what"].startswith("epoch") or (kind in seen and float(row["ratio"]) >= 1):
+            if row["what"].startswith("epoch") or "bf16" in row["what"] or (kind in seen and float(row["ratio"]) >= 1):
                 continue
             seen.add(kind)
             cores = "2 cores, Arm" if "aarch64" in row["device"] else row["device"]
@@ -170,21 +174,14 @@ def gpu_tables(found: list[dict[str, str]]) -> str:
     return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}; {more}.*"])
 
 
-def training_memory_table(found: list[dict[str, str]]) -> str:
-    """Stated and taken memory."""
-    header = ["run", "how it ran", "tensors stated, MiB", "taken", "reserved stated, MiB", "taken"]
-    keys = ("case", "engine", "stated_tensors", "tensors", "stated_reserved", "reserved")
-    table = markdown(header, [[row[key] for key in keys] for row in found])
-    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {origins_of(found)}.*"
-
-
 def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
     """Deviations in bf16, mean over seeds."""
     keys = ("activation", "batch norm", "steps")
     columns = ("likelihood", "directions", "repulsion", "flipped")
-    lines = [f"| {' | '.join((*keys, *columns))} |", "|" + "---|" * (len(keys) + len(columns))]
+    titles = (*keys, *(f"{column} %" for column in columns))
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for key, members in grouped((row for row in found if row["how"] == "bf16"), keys).items():
-        cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g} %" for column in columns]
+        cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g}" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
     seeds = len({row["seed"] for row in found})
     made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}; beside noise in float32 in `bf16_repulsion.csv`.*"
@@ -232,23 +229,19 @@ def marked(text: str, compared: tuple[Paired, float] | None) -> str:
 def bold(against: str, compared: Compared) -> str:
     sure = sum(p < SIGNIFICANT for _, p in compared.values())
     return (
-        f"Bold: differs from {against} on the same seeds beyond chance, in {sure} of {len(compared)} comparisons "
-        f"(p < {SIGNIFICANT:g} after Holm's adjustment for all of them)."
+        f"Bold: differs from {against} beyond chance, in {sure} of {len(compared)} comparisons (paired by seed, "
+        f"p < {SIGNIFICANT:g} after Holm's adjustment)."
     )
 
 
 def difference_sentences(
     found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
-    """What differs beyond chance in each pair, with 95 % intervals, and how much is within chance."""
+    """What differs beyond chance in each pair, and how much is within chance."""
     compared = comparisons(by_key(found, "method"), columns, pairs)
     for pair in pairs:
         mine = {key[2]: each for key, each in compared.items() if key[:2] == pair}
-        sure = [
-            f"{columns[key]} {each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
-            for key, (each, p) in mine.items()
-            if p < SIGNIFICANT
-        ]
+        sure = [f"{columns[key]} {each.difference:+.2g}" for key, (each, p) in mine.items() if p < SIGNIFICANT]
         rest = len(mine) - len(sure)
         within = f"; {rest} within chance" if sure and rest else "" if sure else f"all {rest} within chance"
         yield f"- {' − '.join(pair)}: {'; '.join(sure)}{within}."
@@ -269,12 +262,11 @@ def particle_rows(task: str) -> list[dict[str, str]]:
 def particle_table(task: str, columns: dict[str, str]) -> str:
     """A particle task: the methods that its page speaks of, bold where they differ, and its figures where there are any."""
     every = particle_rows(task)
-    found = [row for row in every if row["method"] in SHOWN]
+    found = [row for row in every if row["method"] in (*SHOWN, *WIDE.get(task, ()))]
     seeds = len({row["seed"] for row in found})
     command = COMMANDS.get(task, f"dissensus bench {task} --size paper --seeds {seeds}")
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    file = f"`benchmarks/results/{task.replace('-', '_')}.csv`"
-    where += f"; all {len(by_key(every, 'method'))} methods are in {file}"
+    where += f"; all {len(by_key(every, 'method'))} methods in `{task.replace('-', '_')}.csv`"
     against = "deep_ensemble" if task == "lengthscales" else "forde"
     table = seed_table(found, "method", columns, where=where, command=command, against=against)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
@@ -283,7 +275,7 @@ def particle_table(task: str, columns: dict[str, str]) -> str:
         for name, text in pictures.items()
         if (ROOT / "docs" / "figures" / f"{name}.png").exists()
     ]
-    said = sentences(every) if task == "lengthscales" else []
+    said = [each.partition(" On test images")[0] for each in sentences(every)] if task == "lengthscales" else []
     return "\n\n".join([table, *said, *shown])
 
 
@@ -358,7 +350,7 @@ def node_table(name: str) -> str:
     """A task of NodeBNN, beside the method it is compared with."""
     columns, against, command = NODES[name]
     found = rows(f"{name}.csv")
-    where = " and ".join(dict.fromkeys(row["device"] for row in found)) + f"; `benchmarks/results/{name}.csv`"
+    where = " and ".join(dict.fromkeys(row["device"] for row in found)) + f"; `{name}.csv`"
     return seed_table(found, "method", columns, where=where, command=command, against=against)
 
 
@@ -471,12 +463,11 @@ def shift_table(task: str) -> str:
     found, columns = rows(f"{task.replace('-', '_')}.csv"), shift.COLUMNS[task]
     command = f"dissensus bench {task} --size {found[0]['size']} --seeds {len({row['seed'] for row in found})}"
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    where += f"; `benchmarks/results/{task.replace('-', '_')}.csv`"
+    where += f"; `{task.replace('-', '_')}.csv`"
     parts = [seed_table(found, "method", columns, where=where, command=command, against="map")]
     title, pairs = shift.PAIRS[task]
     count = len(comparisons(by_key(found, "method"), columns, pairs))
-    adjusted = f"p < {SIGNIFICANT:g} after Holm's adjustment for these {count} comparisons, with 95 % intervals over seeds"
-    parts += [f"{title} ({adjusted}):", "\n".join(difference_sentences(found, columns, pairs))]
+    parts += [f"{title} (p < {SIGNIFICANT:g} after Holm's adjustment for these {count} comparisons):", "\n".join(difference_sentences(found, columns, pairs))]
     return "\n\n".join([*parts, *shift.shown(task, list(by_key(found, "method")))])
 
 
@@ -503,7 +494,6 @@ PAGES: tuple[
     tuple[str, str, str, Callable[[list[dict[str, str]]], str]], ...
 ] = (  # page, name, file, table of its rows
     ("results/speed.md", "gpu", "gpu_h200.csv", gpu_tables),
-    ("results/speed.md", "training-memory", "training_memory.csv", training_memory_table),
     ("results/speed.md", "bf16-repulsion", "bf16_repulsion.csv", bf16_repulsion_table),
     ("results/tracking.md", "mnist-ood", "mnist_ood.csv", mnist_ood.page),
     ("results/tracking.md", "tradi-schedule", "tradi_schedule.csv", tradi_schedule.page),

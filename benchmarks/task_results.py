@@ -93,10 +93,10 @@ HIDDEN = {  # columns that are in the files alone
         ("reference-posterior", "reference-uci", "reference-digits", "bimodal"),
         ("against/agreement", "against/halves/total_variation", "against/rhat"),
     ),
-    "standard-uci": ("crps",),
+    "standard-uci": ("crps", *SECONDS),
     "adversarial": (
-        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.02/accuracy", "attack/pgd/0.1/accuracy"),
-        "attack/pgd/0.05/entropy",
+        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy"),
+        *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
     ),
 }
 FOLDED = ("reference-posterior", "reference-uci", "label-noise", "data-size", "cold-posterior")  # within chance: no row
@@ -202,13 +202,14 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
     columns = {key: column for key, column in shown.items() if any(row.get(key) for row in rows)}
     bold = {cell_of(row, axes): row for row in pairs if float(row["p_value"]) < SIGNIFICANT}
     kept = {"map", *(row["baseline"] for row in pairs)}
-    lines, folded = [], 0
+    lines, folded, last = [], 0, dict[str, list[str]]()
     for place in dict.fromkeys(tuple(row[axis] for axis in axes) for row in rows):
         for method in dict.fromkeys(row["method"] for row in rows):
             mine = [row for row in rows if row["method"] == method and tuple(row[axis] for axis in axes) == place]
             sure = [(*place, key, method) in bold for key in columns]
             cells = [marked(number(mine, key, columns[key]), yes) for key, yes in zip(columns, sure, strict=True)]
-            if mine and (any(sure) or method in kept or name not in FOLDED):
+            if mine and (any(sure) or (method in kept and last.get(method) != cells) or name not in FOLDED):
+                last[method] = cells
                 lines.append([*(f"{float(value):g}" for value in place), method, *cells])
             else:
                 folded += bool(mine)
@@ -222,10 +223,9 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
         if (FIGURES / f"{name}-{figure}.png").exists()
     ]
     said = [*sentence(pairs, columns, axes), *chain_sentence(rows)]
-    said += [f"{folded} rows without bold are left out here."] * (folded > 0)
-    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {origin_of(rows)}"
-    files = f"`tasks/{name}.csv`, `tasks/{name}-pairs.csv`"
-    return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}; {files}.*"])
+    said += [f"{folded} more rows, within chance or as above, are in the file."] * (folded > 0)
+    facts = f"{seeds_of(unique(rows), {})}; {origin_of(rows)}; `tasks/{name}.csv`"
+    return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}.*"])
 
 
 def chain_sentence(rows: list[Row]) -> list[str]:
@@ -272,7 +272,7 @@ def sentence(pairs: list[Row], columns: dict[str, Column], axes: dict[str, str])
     counted = " or ".join(dict.fromkeys(row["counted"] for row in pairs))
     first = (
         f"Bold: differs from {baseline} beyond chance, in {len(sure)} of {count} comparisons (p < {SIGNIFICANT} after Holm's "
-        f"adjustment for all of them; they count {counted})."
+        f"adjustment, counting {counted})."
     )
     if not sure:
         least = min(pairs, key=lambda row: float(row["p_value"]))

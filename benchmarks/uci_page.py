@@ -66,11 +66,11 @@ def behind(rows: list[Row]) -> tuple[list[str], int]:
             if each is not None:
                 found[name, method, column] = each
     adjusted = dict(zip(found, holm_p_values([each.p_value for each in found.values()]), strict=True))
-    worse: dict[tuple[str, str], list[str]] = {}
+    worse: dict[tuple[str, str], list[str]] = {}  # by set and column
     for (name, method, column), each in found.items():
         if each.difference > 0 and adjusted[name, method, column] < SIGNIFICANT:
-            worse.setdefault((name, method), []).append(f"{TITLES[column]} by {each.difference:.2g}")
-    said = [f"- {name}, {method}: {', '.join(texts)}." for (name, method), texts in worse.items()]
+            worse.setdefault((name, TITLES[column]), []).append(f"{method} by {each.difference:.2g}")
+    said = [f"- {name}, {title}: {', '.join(texts)}." for (name, title), texts in worse.items()]
     return said, len(found)
 
 
