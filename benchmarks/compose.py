@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
-from dissensus.bench.report.tables import p_text
 from dissensus.bench.run.run_folder import provenance
 from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.utils.parameter_groups import constant_tail, plateau_linear
@@ -206,9 +205,9 @@ def table(rows: list[Row]) -> str:
             mean, deviation, _ = summary(row[key] for row in mine)
             text = f"{mean:.{digits}f} ± {deviation:.{digits}f}"
             cells.append(f"**{text}**" if found.get((method, key), (None, 1.0))[1] < SIGNIFICANT else text)
-        lines.append([*cells, f"{summary(row['seconds'] for row in mine)[0]:.1f}"])
+        lines.append(cells)
     titles = (title for title, _, _ in MEASURES.values())
-    return markdown(["method", "networks", "functions", *titles, "training, s"], lines)
+    return markdown(["method", "networks", "functions", *titles], lines)
 
 
 def comparisons(rows: list[Row]) -> dict[tuple[str, str], tuple[Any, float]]:

@@ -53,7 +53,9 @@ def page() -> str:
     said = []
     for question, _, rest in (each.partition("?") for each in width_verdicts(found)):
         first, *others = rest.strip().rstrip(".").split("; ")
-        first = first.replace("not to be told to a point", "inconclusive at ±1 point").replace("not to be told", "inconclusive")
+        first = first.replace("not to be told to a point", "inconclusive at ±1 point").replace(
+            "not to be told", "inconclusive"
+        )
         more = f"; {len(others)} more in the file" if others else ""
         said.append(f"- **{question}?** {first}{more}.")
     said.append(facts_of(rows))
@@ -130,7 +132,8 @@ def verdict_page(path: Path = ROWS) -> str:
     return (
         f"{shown}The rank correlation of (M − 1)/N and the points lost is {rank:.2f} over the {len(points)} cells with "
         f"M ≥ 2; of cells whose interval (95 %, {seeds} seeds) lies below −1 point, {wrong} are called independent. "
-        f"Points lost depend on N beyond that: of two cells with the same M/N the wider loses less in {less} of {len(same)} (`{path.name}`, commit {commits}, {kept[0]['device']})."
+        f"Points lost depend on N beyond that: of two cells with the same M/N the wider loses less in {less} of {len(same)} "
+        f"(`{path.name}`, commit {commits}, {kept[0]['device']})."
     )
 
 

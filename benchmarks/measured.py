@@ -63,12 +63,9 @@ KERNEL = {
 TRACKED = {
     "case": ("network", ""),
     "method": ("method", ""),
-    "batch": ("batch", ""),
     "plain_ms": ("plain step, ms", ".3g"),
     "tracked_ms": ("tracked, ms", ".3g"),
     "ratio": ("ratio", ".3f"),
-    "lower": ("quartiles", ".3f"),
-    "upper": ("", ".3f"),
     "device": ("device", ""),
 }
 TURNS = {
@@ -79,8 +76,7 @@ TURNS = {
     "device": ("device", ""),
 }
 LATENCY = {
-    "what": ("what", ""),
-    "method": ("method", ""),
+    "method": ("one input", ""),
     "network": ("network", ""),
     "by_hand_ms": ("by hand, ms", ".3g"),
     "ms": ("dissensus, ms", ".3g"),

@@ -110,7 +110,7 @@ def page(rows: list[Row]) -> str:
 
 
 def seed_by_seed(rows: list[Row]) -> list[str]:
-    """Who is ahead of whom on how many seeds, and what tracking costs."""
+    """Who is ahead of whom on how many seeds."""
     by_seed = {(row["method"], row["seed"]): row for row in rows}
     said = []
     for better, worse in (
@@ -127,12 +127,6 @@ def seed_by_seed(rows: list[Row]) -> list[str]:
         flagged = sum(float(a["ood/notmnist/fpr95"]) < float(b["ood/notmnist/fpr95"]) for a, b in each)
         said.append(f"{NAMES[better]} is ahead of {NAMES[worse]} on {auroc} and {flagged} of {len(each)} seeds")
     said = [f"In AUROC and FPR95, {'; '.join(said)}."] if said else []
-    taken = {
-        method: sum(float(row["cost/train_seconds"]) for (name, _), row in by_seed.items() if name == method)
-        for method in ("map", "tradi")
-    }
-    if all(taken.values()):
-        said.append(f"TRADI takes {taken['tradi'] / taken['map']:.2f} times MCP's training time.")
     return said
 
 

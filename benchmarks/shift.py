@@ -36,7 +36,7 @@ ROBUST = {
 }  # fmt: skip
 COLUMNS = {
     "node-corruptions": ROBUST | {"corrupt/severity5/accuracy": "accuracy, severity 5"},
-    "remedies": ROBUST,
+    "remedies": {key: title for key, title in ROBUST.items() if key != "corrupt/nll"},
 }
 PAIRS = {  # beside the comparisons with the plain network: a title, and (method, what it is compared with)
     "node-corruptions": (

@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = Path(schema.__file__)
 COMMAND = "python benchmarks/speed.py --csv FILE"
-NETWORKS = dict.fromkeys(("mlp", "mlp16"), "MLP 784-200-200-200-10") | {"resnet18": "ResNet-18", "conv": "small conv net"}
+NETWORKS = dict.fromkeys(("mlp", "mlp16"), "MLP") | {"resnet18": "ResNet-18", "conv": "small conv net"}
 LINE = {
     "region/between/sd": "sd between clusters",
     "region/outside/sd": "sd outside",
@@ -60,7 +60,6 @@ PARTICLES = {
     "toy-regression-small": LINE,
     "toy-classification-small": PLANE,
     "lengthscales": {
-        "accuracy": "accuracy",
         "severities 4–5": "severities 4–5",
         "nll": "NLL",
         "corrupt/nll": "NLL, damaged",
@@ -69,13 +68,18 @@ PARTICLES = {
         "ood/fashion/auroc": "AUROC, clothes",
     },
 }
-SHOWN = (  # methods of the tables of particles; the others are in the files
-    *("deep_ensemble", "function_rde", "function_rde-1_B", "function_rde-paper", "feature_rde", "lit", "forde"),
-    "forde-alpha100",
+SMALL = ("deep_ensemble", "function_rde", "function_rde-paper", "forde")
+LARGE = (
+    *("deep_ensemble", "weight_rde", "function_rde", "function_rde-1_B", "feature_rde", "svgd-function"),
+    *("lit", "forde"),
 )
-WIDE = {  # further ones
-    "toy-regression": ("weight_rde", "svgd-function"),
-    "toy-classification": ("weight_rde",),
+SHOWN = {  # methods of the tables of particles; the others are in the files
+    "toy-regression": LARGE,
+    "toy-regression-adam": ("deep_ensemble", "weight_rde", "function_rde", "forde"),
+    "toy-classification": LARGE,
+    "toy-regression-small": SMALL,
+    "toy-classification-small": SMALL,
+    "lengthscales": ("deep_ensemble", "lit", "forde", "forde-alpha100"),
 }
 NODES = {  # file -> columns, what methods are compared with, and the command
     "node_digits": (
@@ -97,7 +101,6 @@ NODES = {  # file -> columns, what methods are compared with, and the command
             "shift/cubic_beyond/nll": "NLL, 3 < abs(x) < 4",
             "shift/cubic_beyond/coverage90": "coverage of 90 % intervals there",
             "region/at_data/sd": "sd of functions at the data",
-            "region/between/sd": "between the data",
             "region/outside/sd": "outside",
         },
         "deep_ensemble",
@@ -123,7 +126,6 @@ SIDE_BY_SIDE = {
     "toy-classification": {"region/off_data/entropy": "entropy off the data"},
     "forde-variants": {
         "nll": "NLL",
-        "corrupt/accuracy": "accuracy, damaged",
         "corrupt/ece": "ECE, damaged",
         "ood/fashion/auroc": "AUROC, clothes",
         "distances/gradient": "angle",
@@ -137,10 +139,10 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def speed_table() -> str:
     """The H200 and CPU comparisons: the first of each device, network and kind, and those in which the loop is faster."""
-    lines, commits, seen = [], set(), set()
+    lines, every, seen = [], list[dict[str, str]](), set()
     for file in ("speed_h200.csv", "speed_cpu.csv"):
         for row in rows(file):
-            commits.add(f"{row['commit']}, torch {row['torch']}")
+            every.append(row)
             kind = (file, NETWORKS[row["case"]], re.sub(r" of \d+", "", row["what"]))
             if row["what"].startswith("epoch") or "bf16" in row["what"] or (kind in seen and float(row["ratio"]) >= 1):
                 continue
@@ -151,8 +153,15 @@ def speed_table() -> str:
             times = [f"{float(row['loop_ms']):.4g}", f"{float(row['ms']):.3g}", f"{float(row['ratio']):.3g}×"]
             lines.append([device, case, row["what"], *times, row["ran"]])
     table = markdown(["device", "networks", "what", "loop, ms", "dissensus, ms", "ratio", "how it ran"], lines)
-    made = f"commit {'; '.join(sorted(commits))}; other sizes in `speed_h200.csv` and `speed_cpu.csv`"
-    return f"{table}\n\n*`{COMMAND}`; {made}.*"
+    return f"{table}\n\n*`{COMMAND}`; {versions_of(every)}; other sizes in `speed_h200.csv` and `speed_cpu.csv`.*"
+
+
+def versions_of(found: list[dict[str, str]]) -> str:
+    """The commits, by version of torch."""
+    return "; ".join(
+        f"commit {' and '.join(by_key(mine, 'commit'))}, torch {torch}"
+        for torch, mine in by_key(found, "torch").items()
+    )
 
 
 GPU_SECTIONS = {
@@ -166,8 +175,9 @@ def gpu_tables(found: list[dict[str, str]]) -> str:
     parts = []
     for what, (title, ratio) in GPU_SECTIONS.items():
         mine = [row for row in found if row["what"] == what]
-        last = {"reserved_gib": "GiB"} if what == "steps" else {"error": "largest error of a probability"}
-        columns = {"name": "what", "run": "run", "ms": "ms", "ratio": ratio} | last
+        columns = {"name": "what", "run": "run", "ms": "ms", "ratio": ratio, "error": "largest error of a probability"}
+        if what == "steps":
+            columns = {"name": "what", "ms": "ms", "ratio": ratio, "reserved_gib": "GiB"}
         table = markdown(list(columns.values()), [[row[key] for key in columns] for row in mine])
         parts += [f"*{title.format(**mine[0])}*", "", table, ""]
     more = "long runs, kernels and gradients in `gpu_h200.csv`"
@@ -184,7 +194,8 @@ def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
         cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g}" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
     seeds = len({row["seed"] for row in found})
-    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}; beside noise in float32 in `bf16_repulsion.csv`.*"
+    facts = f"{seeds} seeds; {origins_of(found)}; noise in float32, for comparison, in `bf16_repulsion.csv`"
+    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {facts}.*"
     return "\n".join([*lines, "", made])
 
 
@@ -197,12 +208,9 @@ def seed_table(
     compared = comparisons(groups, columns, [(name, against) for name in groups if against and name != against])
     lines = []
     for name, members in groups.items():
-        cells = [
-            marked(mean_and_spread(members, column), compared.get((name, against, column))) for column in columns
-        ]
+        cells = [marked(mean_and_spread(members, column), compared.get((name, against, column))) for column in columns]
         lines.append([f"{name}{f' ({len(members)} seeds)' if differ else ''}", *cells])
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
-    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {made}; {where}"
+    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {versions_of(found)}; {where}"
     parts = [markdown([key, *columns.values()], lines), f"*`{command}`; {facts}.*"]
     if against:
         parts.insert(1, bold(against, compared))
@@ -262,14 +270,16 @@ def particle_rows(task: str) -> list[dict[str, str]]:
 def particle_table(task: str, columns: dict[str, str]) -> str:
     """A particle task: the methods that its page speaks of, bold where they differ, and its figures where there are any."""
     every = particle_rows(task)
-    found = [row for row in every if row["method"] in (*SHOWN, *WIDE.get(task, ()))]
+    found = [row for row in every if row["method"] in SHOWN[task]]
     seeds = len({row["seed"] for row in found})
     command = COMMANDS.get(task, f"dissensus bench {task} --size paper --seeds {seeds}")
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
     where += f"; all {len(by_key(every, 'method'))} methods in `{task.replace('-', '_')}.csv`"
     against = "deep_ensemble" if task == "lengthscales" else "forde"
     table = seed_table(found, "method", columns, where=where, command=command, against=against)
-    pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
+    pictures = {task: PICTURES[task]}
+    if SHOWN[task] is LARGE:
+        pictures[f"{task}-distances"] = "How members differ, over training"
     shown = [
         f"![{text}](figures/{name}.png)"
         for name, text in pictures.items()
@@ -301,15 +311,15 @@ def cost_table(found: list[dict[str, str]]) -> str:
 def false_positive_table(found: list[dict[str, str]]) -> str:
     """How often equal methods are said to differ, and how often real differences are found."""
     titles = {
-        "false_positives": "p < 0.05",
-        "seeds_alone": "t over seeds alone",
-        "examples_alone": "examples alone",
-        "found_5": "found: 5 errors",
+        "false_positives": "p < 0.05, %",
+        "seeds_alone": "t over seeds alone, %",
+        "examples_alone": "examples alone, %",
+        "found_5": "found: 5 errors, %",
     }
     noises = {"0.0": "0 : 1", "inf": "1 : 0"}
     lines = [
         [noises.get(row["noise"], f"{float(row['noise']):g} : 1"), row["seeds"]]
-        + [f"{100 * float(row[key]):.1f} %" for key in titles]
+        + [f"{100 * float(row[key]):.1f}" for key in titles]
         for row in found
         if row["metric"] == "nll" and row["seeds"] in ("2", "5")
     ]
@@ -334,10 +344,12 @@ def few_examples_table(found: list[dict[str, str]]) -> str:
     names = {"nll": "NLL", "ood/far/auroc": "AUROC", "ood/far/aupr": "AUPR", "ood/far/fpr95": "FPR at 95 % TPR"}
     names |= {"ece": "ECE", "aurc": "AURC", "rmse": "RMSE", "skewed": "NLL, skewed"}
     metrics = list(dict.fromkeys(row["metric"] for row in found))
-    share = {(row["metric"], row["examples"]): f"{100 * float(row['false_positives']):.1f} %" for row in found}
-    before = {row["examples"]: f"{100 * float(row['normal']):.1f} %" for row in found if row["metric"] == "nll"}
-    titles = ["test examples", "NLL by the normal distribution", *(names.get(key, key) for key in metrics)]
-    lines = [[count, before[count], *(share[key, count] for key in metrics)] for count in before if count in ("2", "5", "30")]
+    share = {(row["metric"], row["examples"]): f"{100 * float(row['false_positives']):.1f}" for row in found}
+    before = {row["examples"]: f"{100 * float(row['normal']):.1f}" for row in found if row["metric"] == "nll"}
+    titles = ["p < 0.05, %; test examples", "NLL by the normal distribution", *(names.get(key, key) for key in metrics)]
+    lines = [
+        [count, before[count], *(share[key, count] for key in metrics)] for count in before if count in ("2", "5", "30")
+    ]
     first = found[0]
     facts = (
         f"seed {first['seed']}, {first['simulations']} comparisons (error {100 * float(first['error']):.1f} points), "
@@ -399,12 +411,19 @@ STEPS = (  # page, name, files, columns, script, what the numbers are
 )
 
 
+LEFT_OUT = {  # rows that the files alone have
+    "node-step": re.compile("out"),
+    "embedded-step": re.compile("784|activations"),
+    "latency": re.compile("training"),
+}
+
+
 def measurements() -> Iterator[tuple[str, str, str]]:
     """(page, name, table) of small measurements."""
     for page, name, files, columns, script, what in STEPS:
         found = [row for file in files for row in rows(f"{file}.csv")]
-        if name == "node-step":  # the file has latents of outputs, too
-            found = [row for row in found if "out" not in row["what"]]
+        if name in LEFT_OUT:
+            found = [row for row in found if not LEFT_OUT[name].search(row.get("case", row.get("what")))]
         yield page, name, measured.measured(found, columns, f"python benchmarks/{script}", what)
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
     found = [row for row in found if "prior 1" not in row["case"] and row["case"] != "covariance=joint, structure=kron"]
@@ -434,7 +453,9 @@ def side_by_side() -> str:
     said = f"Bold: a variant differs from forde beyond chance (p < {SIGNIFICANT:g}, by Holm for a task's {counts} comparisons)."
     files = ", ".join(f"`{task.replace('-', '_')}.csv`" for task in SIDE_BY_SIDE)
     found = particle_rows("forde-variants")
-    made = f"*`dissensus bench forde-variants --size paper --seeds 5` and the runs above; {files}; {origins_of(found)}.*"
+    made = (
+        f"*`dissensus bench forde-variants --size paper --seeds 5` and the runs above; {files}; {origins_of(found)}.*"
+    )
     return f"{markdown(['method', *headings], lines)}\n\n{said}\n\n{made}"
 
 
@@ -467,7 +488,10 @@ def shift_table(task: str) -> str:
     parts = [seed_table(found, "method", columns, where=where, command=command, against="map")]
     title, pairs = shift.PAIRS[task]
     count = len(comparisons(by_key(found, "method"), columns, pairs))
-    parts += [f"{title} (p < {SIGNIFICANT:g} after Holm's adjustment for these {count} comparisons):", "\n".join(difference_sentences(found, columns, pairs))]
+    parts += [
+        f"{title} (p < {SIGNIFICANT:g} after Holm's adjustment for these {count} comparisons):",
+        "\n".join(difference_sentences(found, columns, pairs)),
+    ]
     return "\n\n".join([*parts, *shift.shown(task, list(by_key(found, "method")))])
 
 

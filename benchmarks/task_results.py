@@ -94,12 +94,17 @@ HIDDEN = {  # columns that are in the files alone
         ("against/agreement", "against/halves/total_variation", "against/rhat"),
     ),
     "standard-uci": ("crps", *SECONDS),
+    "label-noise": ("nll",),
     "adversarial": (
         *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy"),
         *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
     ),
 }
-FOLDED = ("reference-posterior", "reference-uci", "label-noise", "data-size", "cold-posterior")  # within chance: no row
+PLACES = {"data-size": ("250", "1000", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
+FOLDED = (  # rows within chance of the baseline are left out
+    *("reference-posterior", "reference-uci", "reference-digits", "adversarial"),
+    *("label-noise", "data-size", "cold-posterior"),
+)
 UNCOMPARED = (*SECONDS, *(key for key in NEAR if key != "against/total_variation"))
 COMMANDS = {
     name: f"dissensus bench {name} --seeds {seeds}{data}"
@@ -208,7 +213,9 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
             mine = [row for row in rows if row["method"] == method and tuple(row[axis] for axis in axes) == place]
             sure = [(*place, key, method) in bold for key in columns]
             cells = [marked(number(mine, key, columns[key]), yes) for key, yes in zip(columns, sure, strict=True)]
-            if mine and (any(sure) or (method in kept and last.get(method) != cells) or name not in FOLDED):
+            there = name not in PLACES or f"{float(place[0]):g}" in PLACES[name]
+            telling = any(sure) or (method in kept and last.get(method) != cells) or name not in FOLDED
+            if mine and there and telling:
                 last[method] = cells
                 lines.append([*(f"{float(value):g}" for value in place), method, *cells])
             else:
@@ -223,7 +230,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
         if (FIGURES / f"{name}-{figure}.png").exists()
     ]
     said = [*sentence(pairs, columns, axes), *chain_sentence(rows)]
-    said += [f"{folded} more rows, within chance or as above, are in the file."] * (folded > 0)
+    said += [f"{folded} more rows are in the file."] * (folded > 0)
     facts = f"{seeds_of(unique(rows), {})}; {origin_of(rows)}; `tasks/{name}.csv`"
     return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}.*"])
 

@@ -127,8 +127,8 @@ def unit(x: Tensor) -> Tensor:
 
 def table(rows: list[Row]) -> str:
     """MNIST: one line per decay and schedule; means over seeds."""
-    columns = {"sigma_over_w": "σ/w", "network_nll": "NLL, network", "shared_nll": "NLL, TRADI"}
-    columns |= {"network_auroc": "AUROC, network", "shared_auroc": "AUROC, TRADI"}
+    columns = {"sigma_over_w": "σ/w", "network_nll": "NLL, network"}
+    columns |= {"shared_nll": "NLL, TRADI", "shared_auroc": "AUROC, TRADI"}
     lines = []
     for (decay, schedule), several in grouped(
         (row for row in rows if row["set"] == "mnist"), ("weight_decay", "schedule")

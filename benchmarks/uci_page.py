@@ -96,7 +96,10 @@ def far_splits(rows: list[Row]) -> list[str]:
 
 def page(rows: list[Row]) -> str:
     """The table with a verdict, what stands out for the worse, and where it comes from."""
-    command, what = "python benchmarks/uci.py --run --data FOLDER --jobs 16", "standard splits, mean ± standard deviation"
+    command, what = (
+        "python benchmarks/uci.py --run --data FOLDER --jobs 16",
+        "standard splits, mean ± standard deviation",
+    )
     made = made_by(command, rows, what, "RMSE and every split in `uci.csv`")
     parts = [table(rows), verdicts(rows)]
     worse, count = behind(rows)
