@@ -248,7 +248,9 @@ def page(rows: list[Row]) -> str:
         f"Bold: differs from the deep ensemble on the same seeds (p < {SIGNIFICANT} after Holm's adjustment for all "
         f"{len(comparisons(rows))} comparisons):\n\n"
     )
-    return "\n\n".join([table(rows), said + "\n".join(sentences(rows)), made])
+    differ = [each for each in sentences(rows) if "beyond chance" in each]
+    rest = f"- The other {len(NAMES) - 1 - len(differ)}: all is within chance."
+    return "\n\n".join([table(rows), said + "\n".join([*differ, rest]), made])
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def says(pairs: Sequence[Row]) -> str:
         lines.append(cells)
     title = "cases in which NodeBNN is ahead beyond chance of"
     table = markdown([title, *(name.replace(" %", "") for name in TITLES.values())], lines)
-    return f"{table}\n\nBeyond chance: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the cases of a cell."
+    return f"{table}\n\nBeyond chance: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the cases of a cell (`{FILES[1]}`)."
 
 
 def table(rows: Sequence[Row], network: str) -> str:

@@ -102,7 +102,7 @@ HIDDEN = {  # columns that are in the files alone
 }
 PLACES = {"data-size": ("250", "1000", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
 FOLDED = (  # rows within chance of the baseline are left out
-    *("reference-posterior", "reference-uci", "reference-digits", "adversarial"),
+    *("standard", "standard-uci", "reference-posterior", "reference-uci", "reference-digits", "adversarial"),
     *("label-noise", "data-size", "cold-posterior"),
 )
 UNCOMPARED = (*SECONDS, *(key for key in NEAR if key != "against/total_variation"))
