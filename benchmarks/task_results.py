@@ -207,7 +207,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
     columns = {key: column for key, column in shown.items() if any(row.get(key) for row in rows)}
     bold = {cell_of(row, axes): row for row in pairs if float(row["p_value"]) < SIGNIFICANT}
     kept = {"map", *(row["baseline"] for row in pairs)}
-    lines, folded, last = [], 0, dict[str, list[str]]()
+    lines, folded, last = [], list[str](), dict[str, list[str]]()
     for place in dict.fromkeys(tuple(row[axis] for axis in axes) for row in rows):
         for method in dict.fromkeys(row["method"] for row in rows):
             mine = [row for row in rows if row["method"] == method and tuple(row[axis] for axis in axes) == place]
@@ -219,7 +219,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
                 last[method] = cells
                 lines.append([*(f"{float(value):g}" for value in place), method, *cells])
             else:
-                folded += bool(mine)
+                folded += [method] if mine else []
     table = markdown([*axes.values(), "method", *(column.title for column in columns.values())], lines)
     drawn = [
         f"![{text}](figures/{name}-{figure}.png)"
@@ -230,7 +230,8 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
         if (FIGURES / f"{name}-{figure}.png").exists()
     ]
     said = [*sentence(pairs, columns, axes), *chain_sentence(rows)]
-    said += [f"{folded} more rows are in the file."] * (folded > 0)
+    if folded:
+        said.append(f"{len(folded)} more rows are in the file." if axes else f"No bold number: {', '.join(folded)}.")
     facts = f"{seeds_of(unique(rows), {})}; {origin_of(rows)}; `tasks/{name}.csv`"
     return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}.*"])
 
