@@ -100,7 +100,7 @@ def lost(rows: Sequence[Row]) -> str:
         return "Nothing here is clearly faster elsewhere."
     rest = [1 / float(row["ratio"]) for _, row in clear[WORST:]]
     said = f"dissensus takes longer in {len(clear)} of {len(compared)} comparisons; in {near} more, quartiles overlap."
-    said += f" The other {len(rest)} are {min(rest):.2f}× to {max(rest):.2f}×." if rest else ""
+    said += f" {len(rest)} are {min(rest):.2f}× to {max(rest):.2f}×; the worst:" if rest else ""
     return "\n\n".join([said, "\n".join(text for text, _ in clear[:WORST])])
 
 

@@ -277,9 +277,7 @@ def particle_table(task: str, columns: dict[str, str]) -> str:
     where += f"; all {len(by_key(every, 'method'))} methods in `{task.replace('-', '_')}.csv`"
     against = "deep_ensemble" if task == "lengthscales" else "forde"
     table = seed_table(found, "method", columns, where=where, command=command, against=against)
-    pictures = {task: PICTURES[task]}
-    if SHOWN[task] is LARGE:
-        pictures[f"{task}-distances"] = "How members differ, over training"
+    pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
     shown = [
         f"![{text}](figures/{name}.png)"
         for name, text in pictures.items()
