@@ -98,18 +98,14 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
 
 def half_table(found: list[dict[str, str]]) -> str:
     """One row per posterior and device, for docs/results/speed.md."""
-    heads = ["networks", "device", "largest error of a mean", "of a member", "on clothes, of a mean", "of a member"]
-    heads += ["decisions changed", "NLL, float32", "bf16", "ECE, float32", "bf16", "AUROC of clothes, float32", "bf16"]
+    heads = ["networks", "largest error of a mean", "of a member", "decisions changed"]
+    heads += ["NLL, float32", "bf16", "ECE, float32", "bf16"]
     lines = []
     for row in found:
-        places = [("nll", 4), ("ece", 4), ("clothes/auroc", 4)]
-        numbers = [
-            f"{float(row[f'{name}_{kind}']):.{digits}f}" for name, digits in places for kind in ("float32", "bf16")
-        ]
-        largest = [row[f"largest_{which}{where}"] for where in ("", "_clothes") for which in ("mean", "member")]
-        device = "H200" if "H200" in row["device"] else row["device"]
-        lines.append([row["networks"], device, *largest, f"{row['decisions_changed']} of {row['rows']}", *numbers])
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
+        numbers = [f"{float(row[f'{name}_{kind}']):.4f}" for name in ("nll", "ece") for kind in ("float32", "bf16")]
+        largest = [row[f"largest_{which}"] for which in ("mean", "member")]
+        lines.append([row["networks"], *largest, f"{row['decisions_changed']} of {row['rows']}", *numbers])
+    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
     return f"{markdown(heads, lines)}\n\n*`python benchmarks/bf16_predictions.py --csv FILE`; {made}.*"
 
 

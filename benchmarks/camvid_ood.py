@@ -23,7 +23,7 @@ from dissensus.bench.report.figure_sections import segmentation_section
 from dissensus.bench.report.published_numbers import published_numbers
 from dissensus.bench.report.report_figures import write_png
 from dissensus.bench.report.results import Results
-from dissensus.bench.report.tables import compare_with_baseline, measures_and_draws, p_text
+from dissensus.bench.report.tables import compare_with_baseline, measures_and_draws
 from dissensus.bench.task.config import read_task
 
 HERE = Path(__file__).parent
@@ -42,6 +42,7 @@ COLUMNS = {  # metric -> (column, factor, digits)
     f"{OOD}mutual_information/auroc": ("AUROC %, mutual information", 100, 1),
     "cost/train_seconds": ("training, s", 1, 0),
 }
+SHOWN = ("miou", "nll", "ece", f"{OOD}auroc", f"{OOD}fpr95")  # the others are in the file
 COMPARED = ("miou", "nll", f"{OOD}auroc", f"{OOD}aupr", f"{OOD}fpr95", f"{OOD}fpr95_in")
 NAMES = {
     "map": "MAP (MCP)",
@@ -96,90 +97,62 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
     """Tables of every choice of unknown classes, with what the comparisons say."""
     parts = []
     for unknown, mine in by_key(numbers, "unknown").items():
+        compared = [row for row in pairs if row["unknown"] == unknown]
         parts += [
             f"### Unknown: {unknown.replace('+', ' and ')}",
-            number_table(mine),
-            pair_table([row for row in pairs if row["unknown"] == unknown]),
-            *said([row for row in pairs if row["unknown"] == unknown]),
-            class_table(mine),
+            number_table(mine, compared),
+            *said(compared),
             f"*`python benchmarks/camvid_ood.py RUNS`; {seeds_of(mine, NAMES)}, the paper's numbers in square brackets; "
             f"{origin_of(mine)}.*",
         ]
     return "\n\n".join(parts)
 
 
-def number_table(rows: list[Row]) -> str:
+def number_table(rows: list[Row], pairs: list[Row]) -> str:
+    """Means over seeds; bold: differs from MAP."""
     paper = published_numbers(read_task("camvid-ood")["reference"])
+    sure = {(row["method"], row["metric"]) for row in pairs if float(row["p_value"]) < SIGNIFICANT}
     lines = []
     for method, mine in by_key(rows, "method").items():
         cells = [NAMES[method]]
-        for key, (_, factor, digits) in COLUMNS.items():
+        for key in SHOWN:
+            _, factor, digits = COLUMNS[key]
             values = [factor * float(row[key]) for row in mine if row[key]]
-            if not values:
-                cells.append("–")
-                continue
-            mean = fmean(values)
             half = f" ± {spread_of(values, 0.0).half_width():.{digits}f}" if len(values) > 1 else ""
             number = paper.get(method, {}).get(key)
-            cells.append(
-                f"{mean:.{digits}f}{half}" + ("" if number is None else f" [{factor * number.value:.{digits}f}]")
-            )
+            text = f"{fmean(values):.{digits}f}{half}"
+            text = f"**{text}**" if (method, key) in sure else text
+            cells.append(text + ("" if number is None else f" [{factor * number.value:.{digits}f}]"))
         lines.append(cells)
-    return markdown(["method", *(name for name, _, _ in COLUMNS.values())], lines)
-
-
-def pair_table(rows: list[Row]) -> str:
-    """Differences to MAP with simultaneous intervals, bold where the adjusted p-value is below 0.05."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    by_cell = {(row["method"], row["metric"]): row for row in rows}
-    keys = [key for key in COMPARED if any(row["metric"] == key for row in rows)]
-    lines = []
-    for method in methods:
-        cells = [f"{NAMES[method]} ({by_cell[method, keys[0]]['seeds']} seeds)".replace("(1 seeds)", "(1 seed)")]
-        for key in keys:
-            row = by_cell[method, key]
-            factor = 1 if key == "nll" else 100
-            digits = 3 if key == "nll" else 1
-            text = f"{minus(factor * float(row['difference']), digits)} ({p_text(float(row['p_value']))})"
-            cells.append(f"**{text}**" if float(row["p_value"]) < SIGNIFICANT else text)
-        lines.append(cells)
-    columns = ["minus MAP", *(COLUMNS[key][0] if key in COLUMNS else "FPR95 %, known positive" for key in keys)]
-    return markdown(columns, lines)
+    return markdown(["method", *(COLUMNS[key][0] for key in SHOWN)], lines)
 
 
 def said(rows: list[Row]) -> list[str]:
     """What the comparisons of deep ensemble and TRADI with MAP say of the paper's two claims."""
     sentences = []
     for method in ("deep_ensemble", "tradi", "tradi-wide", "tradi-diagonal"):
-        for key, better in ((f"{OOD}auroc", 1), (f"{OOD}fpr95", -1)):
-            row = next((row for row in rows if row["method"] == method and row["metric"] == key), None)
-            if row is None:
-                continue
-            sure = float(row["p_value"]) < SIGNIFICANT
-            ahead = better * float(row["difference"]) > 0
-            verdict = ("better than" if ahead else "worse than") if sure else "within chance of"
-            sentences.append(
-                f"{NAMES[method]} is {verdict} MAP in {COLUMNS[key][0].removesuffix(' %')} "
-                f"({minus(100 * float(row['difference']), 1)} points, {minus(100 * float(row['lower']), 1)} to "
-                f"{minus(100 * float(row['upper']), 1)}; counts {row['counted'].replace('test examples', 'test images')})."
-            )
-    adjusted = f"P-values and intervals are adjusted for all {rows[0]['comparisons']} comparisons of the table (Holm)."
-    return [" ".join([*sentences, adjusted])] if sentences else []
+        mine = {row["metric"]: row for row in rows if row["method"] == method}
+        found = [mine[key] for key in (f"{OOD}auroc", f"{OOD}fpr95") if key in mine]
+        ends = ("difference", "lower", "upper")
+        each = [[minus(100 * float(row[end]), 1) for end in ends] for row in found]
+        texts = [
+            f"{COLUMNS[row['metric']][0].removesuffix(' %')} {d} ({low} to {high})"
+            for row, (d, low, high) in zip(found, each, strict=True)
+        ]
+        if found:
+            counted = found[0]["counted"].replace("test examples", "test images")
+            sentences.append(f"{NAMES[method]} less MAP: {', '.join(texts)} points, counting {counted}.")
+    adjusted = (
+        f"Bold: differs from MAP, p < {SIGNIFICANT:g} after Holm's adjustment for {rows[0]['comparisons']} comparisons, as the "
+        f"intervals are (`{PAIRS}`)."
+    )
+    return [" ".join([adjusted, *sentences])] if sentences else []
 
 
 def minus(value: float, digits: int) -> str:
     """A signed number with a minus sign; none before a zero."""
     text = f"{value:+.{digits}f}".replace("-", "−")
     return text if any(digit in text for digit in "123456789") else text[1:]
-
-
-def class_table(rows: list[Row]) -> str:
-    keys = [key for key in rows[0] if key.startswith("iou/") and rows[0][key]]
-    lines = []
-    for method, mine in by_key(rows, "method").items():
-        means = [100 * fmean(float(row[key]) for row in mine) for key in keys]
-        lines.append([NAMES[method], *(f"{mean:.1f}" for mean in means)])
-    return markdown(["IoU %", *(key.removeprefix("iou/") for key in keys)], lines)
 
 
 if __name__ == "__main__":

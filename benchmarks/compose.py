@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
-from dissensus.bench.report.tables import p_text
 from dissensus.bench.run.run_folder import provenance
 from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.utils.parameter_groups import constant_tail, plateau_linear
@@ -197,17 +196,18 @@ def of(rows: list[Row], method: str) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Mean ± standard deviation over seeds."""
-    lines = []
+    """Mean ± standard deviation over seeds; bold: differs from the deep ensemble."""
+    found, lines = comparisons(rows), []
     for method in (name for name in NAMES if of(rows, name)):
         mine = of(rows, method)
         cells = [NAMES[method], mine[0]["networks"], mine[0]["members/count"]]
         for key, (_, _, digits) in MEASURES.items():
             mean, deviation, _ = summary(row[key] for row in mine)
-            cells.append(f"{mean:.{digits}f} ± {deviation:.{digits}f}")
-        lines.append([*cells, f"{summary(row['seconds'] for row in mine)[0]:.1f}"])
+            text = f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+            cells.append(f"**{text}**" if found.get((method, key), (None, 1.0))[1] < SIGNIFICANT else text)
+        lines.append(cells)
     titles = (title for title, _, _ in MEASURES.values())
-    return markdown(["method", "networks", "functions", *titles, "training, s"], lines)
+    return markdown(["method", "networks", "functions", *titles], lines)
 
 
 def comparisons(rows: list[Row]) -> dict[tuple[str, str], tuple[Any, float]]:
@@ -221,22 +221,6 @@ def comparisons(rows: list[Row]) -> dict[tuple[str, str], tuple[Any, float]]:
     known = {pair: found for pair, found in pairs.items() if found is not None and found.p_value == found.p_value}
     adjusted = holm_p_values([found.p_value for found in known.values()])
     return {pair: (found, p) for (pair, found), p in zip(known.items(), adjusted, strict=True)}
-
-
-def difference_table(rows: list[Row]) -> str:
-    found = comparisons(rows)
-    lines = []
-    for method in (name for name in NAMES if name != BASELINE and of(rows, name)):
-        cells = [NAMES[method]]
-        for key, (_, _, digits) in MEASURES.items():
-            if (method, key) not in found:
-                cells.append("0")
-                continue
-            each, p = found[method, key]
-            text = f"{each.difference:+.{digits}f} ({p_text(p)})".replace("-", "−")
-            cells.append(f"**{text}**" if p < SIGNIFICANT else text)
-        lines.append(cells)
-    return markdown(["minus the deep ensemble", *(title for title, _, _ in MEASURES.values())], lines)
 
 
 def sentences(rows: list[Row]) -> Iterator[str]:
@@ -256,16 +240,17 @@ def sentences(rows: list[Row]) -> Iterator[str]:
 
 
 def page(rows: list[Row]) -> str:
-    """The tables, what is beyond chance, and where all of it comes from."""
+    """The table, what is beyond chance, and where all of it comes from."""
     rows = [row for row in rows if row["method"] in NAMES]
-    count = len(comparisons(rows))
-    adjusted = f"Seed by seed against the deep ensemble, with p-values of paired t-tests, adjusted for all {count} comparisons "
-    made = made_by("python benchmarks/compose.py", rows, seeds_of(rows, NAMES))
-    made = made.replace(" (95 % interval of the mean)", "")
-    said = "Against the deep ensemble:\n\n" + "\n".join(sentences(rows))
-    return "\n\n".join(
-        [table(rows), f"{adjusted}(Holm); bold where p < {SIGNIFICANT}:", difference_table(rows), said, made]
+    what = f"{seeds_of(rows, NAMES)}, mean ± standard deviation"
+    made = made_by("python benchmarks/compose.py", rows, what, "`compose.csv`")
+    said = (
+        f"Bold: differs from the deep ensemble on the same seeds (p < {SIGNIFICANT} after Holm's adjustment for all "
+        f"{len(comparisons(rows))} comparisons):\n\n"
     )
+    differ = [each for each in sentences(rows) if "beyond chance" in each]
+    rest = f"- The other {len(NAMES) - 1 - len(differ)}: all is within chance."
+    return "\n\n".join([table(rows), said + "\n".join([*differ, rest]), made])
 
 
 if __name__ == "__main__":

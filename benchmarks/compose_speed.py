@@ -111,16 +111,15 @@ def table(rows: list[Row]) -> str:
     lines = [
         [
             row["device"],
-            f"{CASES[row['case']][2]}, {row['members']} networks, batch {row['batch']}",
+            f"{row['members']} × {CASES[row['case']][2]}, batch {row['batch']}",
             *(f"{float(row[f'{name}_ms']):.3g}" for name in ("ensemble", "together", "apart")),
             ratio(row, "over_ensemble"),
             ratio(row, "apart_over_together"),
-            row["ran"],
         ]
         for row in rows
     ]
     sides = ["deep ensemble, ms per step", "SWAG of all", "one SWAG after the other"]
-    return markdown(["device", "networks", *sides, "SWAG over ensemble", "gain over runs apart", "how it ran"], lines)
+    return markdown(["device", "networks", *sides, "SWAG over ensemble", "gain over runs apart"], lines)
 
 
 def page(rows: list[Row]) -> str:

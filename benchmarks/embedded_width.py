@@ -40,16 +40,24 @@ def page() -> str:
     rows = table_rows(ROWS, TEXTS)
     found = [Claim(*(row[key] for key in Claim._fields)) for row in table_rows(CLAIMS, TEXTS)]
     accuracies = accuracy_table(rows)
-    heading = ["width", "members", *accuracies.columns]
-    lines = [[line.label, line.unit, *(cell.text for cell in line.cells)] for line in accuracies.rows]
-    table = [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *(f"| {' | '.join(line)} |" for line in lines)]
+    kept = [i for i, name in enumerate(accuracies.columns) if name in ("M = 1", "M = 8", "M = 32")]
+    lines = [
+        [line.label, line.unit, *(line.cells[i].text for i in kept)]
+        for line in accuracies.rows
+        if line.label.startswith(("0.25×", "1×", "4×"))
+    ]
+    table = markdown(["width", "members", *(accuracies.columns[i] for i in kept)], lines)
     seeds = len({row["seed"] for row in rows})
     commit, torch, device, _ = ("; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN)
     command = f"dissensus bench embedded-width --seeds {seeds} --jobs N"
-    said = [
-        f"- **{question}?** {rest.strip()}"
-        for question, _, rest in (each.partition("?") for each in width_verdicts(found))
-    ]
+    said = []
+    for question, _, rest in (each.partition("?") for each in width_verdicts(found)):
+        first, *others = rest.strip().rstrip(".").split("; ")
+        first = first.replace("not to be told to a point", "inconclusive at ±1 point").replace(
+            "not to be told", "inconclusive"
+        )
+        more = f"; {len(others)} more in the file" if others else ""
+        said.append(f"- **{question}?** {first}{more}.")
     said.append(facts_of(rows))
     lost = sum(row["diverged"] is not None for row in rows)
     left = f" {lost} of {len(rows)} ensembles diverged and are left out." if lost else ""
@@ -58,10 +66,10 @@ def page() -> str:
         "",
         "Accuracy of the ensemble, of a member in brackets, in %:",
         "",
-        *table,
+        table,
         "",
         f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits, and are "
-        f"widened by Holm's adjustment for the claims on a question.{left} Commit {commit}, torch {torch}, "
+        f"widened by Holm's adjustment for the claims on a question (`{CLAIMS.name}`).{left} Commit {commit}, torch {torch}, "
         f"{device}.*",
     ])  # fmt: skip
 
@@ -87,7 +95,7 @@ def facts_of(rows: list[dict[str, Any]]) -> str:
     share = sizes["batch_ensemble", wide, most] / sizes["deep_ensemble", wide, most]
     gain = found["deep_ensemble", wide, most] - found["deep_ensemble", wide, 1]
     return (
-        f"- **In means, with nothing said of chance:** the most accurate embedded M is {shown}. {most} members of N = {wide} "
+        f"- **Point estimates, no test:** the most accurate embedded M is {shown}. {most} members of N = {wide} "
         f"have {100 * share:.1f} % of the parameters of {most} networks, whose whole gain over one is {100 * gain:.1f} points."
     )
 
@@ -111,17 +119,21 @@ def verdict_page(path: Path = ROWS) -> str:
             points[units, members] = -each.difference
         wrong += said.kind == "independent" and each.upper < -0.01
         ends = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
-        shown = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
-        lines.append([*shown, f"{ends[0]} ({ends[1]} … {ends[2]})"])
+        cell = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
+        if members in (8, 32):
+            lines.append([*cell, f"{ends[0]} ({ends[1]} … {ends[2]})"])
     rank = float(spearmanr(crowding, list(points.values())).statistic)
     same = [(a, b) for a in points for b in points if a[0] < b[0] and a[1] * b[0] == b[1] * a[0]]
     less = sum(points[wide] < points[narrow] for narrow, wide in same)
     table = markdown(["N", "M", "(M − 1)/N", "verdict", "effective members", "points, embedded − independent"], lines)
     seeds = len({row["seed"] for row in kept})
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in kept))
+    shown = f"{table}\n\n" if path == ROWS else ""
     return (
-        f"{table}\n\nThe rank correlation of (M − 1)/N and the points lost is {rank:.2f} over the {len(points)} cells with "
+        f"{shown}The rank correlation of (M − 1)/N and the points lost is {rank:.2f} over the {len(points)} cells with "
         f"M ≥ 2; of cells whose interval (95 %, {seeds} seeds) lies below −1 point, {wrong} are called independent. "
-        f"Points lost depend on N beyond that: of two cells with the same M/N the wider loses less in {less} of {len(same)}."
+        f"Points lost depend on N beyond that: of two cells with the same M/N the wider loses less in {less} of {len(same)} "
+        f"(`{path.name}`, commit {commits}, {kept[0]['device']})."
     )
 
 

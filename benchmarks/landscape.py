@@ -145,7 +145,7 @@ def drawn(given: argparse.Namespace) -> None:
 
 
 def page(rows: list[Row]) -> str:
-    """What docs/results/landscape.md says of the figure."""
+    """What docs/results/particles.md says of the figure."""
     lines = []
     for name, mine in by_key(rows, "network").items():
         middle = min(mine, key=lambda row: abs(float(row["a"])) + abs(float(row["b"])))

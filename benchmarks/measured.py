@@ -53,12 +53,9 @@ EMBEDDED_STEP = {
 TRACKED = {
     "case": ("network", ""),
     "method": ("method", ""),
-    "batch": ("batch", ""),
     "plain_ms": ("plain step, ms", ".3g"),
     "tracked_ms": ("tracked, ms", ".3g"),
     "ratio": ("ratio", ".3f"),
-    "lower": ("quartiles", ".3f"),
-    "upper": ("", ".3f"),
     "device": ("device", ""),
 }
 TURNS = {
@@ -69,17 +66,11 @@ TURNS = {
     "device": ("device", ""),
 }
 LATENCY = {
-    "what": ("what", ""),
-    "method": ("method", ""),
+    "method": ("one input", ""),
     "network": ("network", ""),
-    "batch": ("batch", ""),
     "by_hand_ms": ("by hand, ms", ".3g"),
     "ms": ("dissensus, ms", ".3g"),
-    "over_ms": ("over, ms", ".2g"),
     "ratio": ("times by hand", ".3g"),
-    "ratio_low": ("quartiles", ".3g"),
-    "ratio_high": ("", ".3g"),
-    "threads": ("threads", ""),
 }
 LAPLACE = {
     "program": ("program", ""),

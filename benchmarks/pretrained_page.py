@@ -67,6 +67,13 @@ METRICS = {  # metric -> (title, factor, digits)
     "ood/cifar100/auroc": ("AUROC %, CIFAR-100", 100, 1),
     "cost/train_seconds": ("training, s", 1, 0),
 }
+ELSEWHERE = (  # methods on the page on choosing, or in the figure and the file
+    *("map", "map-tuned", "mc_dropout", "laplace", "node_bnn-in4", "node_bnn-in32"),
+    *(f"node_bnn-out{k}" for k in SIZES),
+)
+SHOWN = (  # the others are in the file
+    *("accuracy", "nll", "ece", "calibrated/nll", "calibrated/ece", "corrupt/nll", "ood/svhn/auroc"),
+)
 TITLES = {
     "accuracy": "accuracy %",
     "nll": "NLL",
@@ -203,17 +210,11 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
     if not rows:
         return
     networks = compared(rows)
-    yield PAGE, "pretrained", "\n\n".join([*(table(rows, network) for network in networks), provenance(rows)])
-    known = {(row["network"], row["method"]) for row in rows}
-    firsts = [(net, name) for net in networks for name in (node(mode, 8) for mode in MODES) if (net, name) in known]
+    made = f"{provenance(rows)[:-2]}; {', '.join(networks[1:])} and all columns in `{FILES[0]}`.*"
+    yield PAGE, "pretrained", f"{table(rows, networks[0])}\n\n{made}"
     pairs = judged(pairs, rows)
     yield PAGE, "recipe", recipe_table(rows, pairs)
     pairs = [pair for pair in pairs if pair["network"] in networks]
-    seeds = " or ".join(sorted({str(pair["seeds"]) for pair in pairs}))
-    bold = (
-        f"Intervals count test images and {seeds} seeds. Bold: p < {SIGNIFICANT:g} by Holm for a table's comparisons."
-    )
-    yield PAGE, "pretrained-pairs", "\n\n".join([*(pairs_table(pairs, *first) for first in firsts), bold])
     yield PAGE, "pretrained-says", says(pairs)
     yield PAGE, "pretrained-components", components_table(pairs, networks)
     yield PAGE, "pretrained-tried", tried_table(rows)
@@ -242,26 +243,11 @@ def recipe_table(rows: Sequence[Row], pairs: Sequence[Row]) -> str:
         def mean(method: str, key: str, mine: dict[str, list[Row]] = mine) -> float:
             return fmean(float(row[key]) for row in mine[method])
 
-        cells = [f"{mean('map', key):.4f}" for key in ("nll", "calibrated/nll")]
-        cells += [f"{mean('node_bnn', key):.4f}" for key in ("nll", "calibrated/nll")]
-        cells += [f"{100 * mean(method, key):.2f}" for key in ("ece", "accuracy") for method in ("map", "node_bnn")]
-        rates = sorted(float(row["lr"]) for row in mine["node_bnn"])
-        cells += [f"{rates[0]:.2g} to {rates[-1]:.2g}", str(len(rates))]
+        cells = [f"{mean(method, 'calibrated/nll'):.4f}" for method in ("map", "node_bnn")]
+        cells += [f"{100 * mean(method, 'accuracy'):.2f}" for method in ("map", "node_bnn")]
         lines.append([name, *(_difference(each[name], "nll") for each in (found, tempered)), *cells])
-    heads = [
-        "network",
-        "NLL less the original's at T",
-        "both at T",
-        "NLL as it came",
-        "at T",
-        "recipe: NLL",
-        "at T",
-        "ECE % as it came",
-        "recipe",
-        "accuracy %",
-        "recipe",
-    ]
-    table = markdown([*heads, "rates", "seeds"], lines)
+    heads = ["network", "NLL less the original's at T", "both at T", "NLL at T", "recipe", "accuracy %", "recipe"]
+    table = markdown(heads, lines)
     bold = f"Bold: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the networks of a column."
     said = f"Against the original at its temperature, the recipe as it comes is {counted(found)};"
     said += f" at a temperature of its own it is {counted(tempered)}."
@@ -316,7 +302,8 @@ def says(pairs: Sequence[Row]) -> str:
         lines.append(cells)
     title = "cases in which NodeBNN is ahead beyond chance of"
     table = markdown([title, *(name.replace(" %", "") for name in TITLES.values())], lines)
-    return f"{table}\n\nBeyond chance: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the cases of a cell."
+    bold = f"Beyond chance: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the cases of a cell"
+    return f"{table}\n\n{bold} (`{FILES[1]}`)."
 
 
 def table(rows: Sequence[Row], network: str) -> str:
@@ -324,18 +311,19 @@ def table(rows: Sequence[Row], network: str) -> str:
     lines = []
     for name, title in NAMES.items():
         mine = [row for row in rows if row["method"] == name and row["network"] == network]
-        if not mine:
+        if not mine or name in ELSEWHERE:
             continue
         cells = []
-        for key, (_, factor, digits) in METRICS.items():
+        for key in SHOWN:
+            _, factor, digits = METRICS[key]
             values = [float(row[key]) for row in mine if row.get(key)]
             if not values:
                 cells.append("–")
                 continue
             mean = fmean(values)
             cells.append(f"{factor * (1 - mean if key.endswith('accuracy') else mean):.{digits}f}")
-        lines.append([title + (f" ({len(mine)} seeds)" if len(mine) > 1 else ""), *cells])
-    return markdown([network, *(title for title, _, _ in METRICS.values())], lines)
+        lines.append([title, *cells])
+    return markdown([network, *(METRICS[key][0] for key in SHOWN)], lines)
 
 
 def components_table(pairs: Sequence[Row], networks: Sequence[str]) -> str:
@@ -348,19 +336,9 @@ def components_table(pairs: Sequence[Row], networks: Sequence[str]) -> str:
                 continue
             key = (network, node(mode, 32), node(mode, 4))
             found = {p["metric"]: p for p in mine if (p["network"], p["first"], p["second"]) == key}
-            lines.append([f"{network}, “{mode}”", *(_difference(found.get(metric), metric) for metric in TITLES)])
-    return markdown(["K = 32 less K = 4", *TITLES.values()], lines)
-
-
-def pairs_table(pairs: Sequence[Row], network: str, first: str) -> str:
-    """Differences of a NodeBNN to the others, with 95 % intervals; bold: beyond chance."""
-    mine = adjusted([p for p in pairs if (p["network"], p["first"]) == (network, first) and p["second"] in REFERENCES])
-    found = {(p["second"], p["metric"]): p for p in mine}
-    lines = [
-        [NAMES[second], *(_difference(found.get((second, metric)), metric) for metric in TITLES)]
-        for second in dict.fromkeys(name for name, _ in found)
-    ]
-    return markdown([f"{network}: {NAMES[first]} less", *TITLES.values()], lines)
+            shown = (_difference(found.get(metric), metric) for metric in ("nll", "calibrated/nll"))
+            lines.append([f"{network}, “{mode}”", *shown])
+    return markdown(["K = 32 less K = 4", "NLL", "NLL at T"], lines)
 
 
 def _difference(pair: Row | None, metric: str) -> str:
@@ -382,10 +360,10 @@ def tried_table(rows: Sequence[Row]) -> str:
             f"{key} {row[key]}" for key in ("epochs", *SETTINGS) if row is not usual and row[key] != usual.get(key)
         ]
         told = ", ".join(other) or "the recipe"
-        keys = ("calibration/nll", "calibration/nll_scaled", "nll", "calibrated/nll")
-        lines.append([told, f"{float(row['lr']):.2g}", *(f"{float(row[key]):.4f}" for key in keys)])
-    heads = ["tried", "rate", "NLL, held out", "at T, held out", "NLL, test", "at T, test"]
-    return f"{markdown(heads, lines)}\n\n{provenance(tries)}" if tries else "Nothing yet."
+        keys = ("calibration/nll_scaled", "calibrated/nll")
+        lines.append([told, *(f"{float(row[key]):.4f}" for key in keys)])
+    heads = ["tried", "NLL at T, held out", "test"]
+    return f"{markdown(heads, lines)}\n\n{provenance(tries)}"
 
 
 def provenance(rows: Sequence[Row]) -> str:

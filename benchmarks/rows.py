@@ -119,10 +119,9 @@ def origins_of(rows: Sequence[Row]) -> str:
     return f"{'; '.join(every)}{training_time(rows)}"
 
 
-def made_by(command: str, rows: Sequence[Row], what: str) -> str:
-    """A line for below a table: the command, how often, and what each row says of the program and the machine."""
-    how = "mean ± standard deviation (95 % interval of the mean)"
-    return f"*`{command}`; {what}, {how}; {origin_of(rows)}.*"
+def made_by(command: str, rows: Sequence[Row], what: str, more: str = "") -> str:
+    """A line for below a table: the command, how often, what each row says of the program and the machine, and the file."""
+    return f"*`{command}`; {what}; {origin_of(rows)}{f'; {more}' if more else ''}.*"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -35,28 +35,17 @@ ROBUST = {
     "corrupt/accuracy": "accuracy, damaged", "corrupt/nll": "NLL, damaged", "corrupt/ece": "ECE, damaged",
 }  # fmt: skip
 COLUMNS = {
-    "node-corruptions": {
-        **ROBUST,
-        "corrupt/severity1/nll": "NLL, severity 1",
-        "corrupt/severity5/nll": "NLL, severity 5",
-        "corrupt/severity5/accuracy": "accuracy, severity 5",
-        "validation/corrupt/accuracy": "damaged validation images",
-        "implicit/distance": "implicit change of a pixel",
-        "implicit/explained": "explained by it",
-    },
-    "remedies": ROBUST,
+    "node-corruptions": ROBUST | {"corrupt/severity5/accuracy": "accuracy, severity 5"},
+    "remedies": {key: title for key, title in ROBUST.items() if key != "corrupt/nll"},
 }
-HOT = ("node_bnn-gamma4", "node_bnn-gamma16", "node_bnn-gamma64")
-PAIRS = {  # by title: (method, what it is compared with)
-    "node-corruptions": {
-        "What a hotter posterior changes": [(hot, "node_bnn") for hot in HOT],
-        "NodeBNN beside the plain network": [(name, "map") for name in ("node_bnn", *HOT)],
-    },
-    "remedies": {
-        "Each alone, beside none": [
-            (name, "map") for name in ("map-augment", "mc_dropout", "deep_ensemble", "map-skip")
-        ],
-        "All four, beside all but one": [
+PAIRS = {  # beside the comparisons with the plain network: a title, and (method, what it is compared with)
+    "node-corruptions": (
+        "What a hotter posterior changes",
+        [(f"node_bnn-gamma{gamma}", "node_bnn") for gamma in (4, 16, 64)],
+    ),
+    "remedies": (
+        "All four beside all but one",
+        [
             ("mc_dropout-all", name)
             for name in (
                 "mc_dropout-no_augment",
@@ -65,8 +54,7 @@ PAIRS = {  # by title: (method, what it is compared with)
                 "mc_dropout-no_skip",
             )
         ],
-        "All four, beside none": [("mc_dropout-all", "map")],
-    },
+    ),
 }
 
 
@@ -112,15 +100,9 @@ def write_figures(results: Results, task: str, folder: Path) -> None:
 def shown(task: str, methods: Sequence[str]) -> list[str]:
     """Markdown of the figures that are there."""
     titles = {"error": "Error against severity, means over seeds", "nll": "NLL against severity, means over seeds"}
-    titles |= {name: f"What drawn functions of {name} see in an image" for name in methods}
+    titles |= {name: f"Images as functions of {name} see them" for name in methods}
     files = {f"{task}-{name}.png": title for name, title in titles.items()}
     return [f"![{title}](figures/{file})" for file, title in files.items() if (FIGURES / file).exists()]
-
-
-def compared(task: str, known: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
-    """The pairs of a task whose methods are both among the known."""
-    found = {title: [pair for pair in pairs if {*pair} <= {*known}] for title, pairs in PAIRS[task].items()}
-    return {title: pairs for title, pairs in found.items() if pairs}
 
 
 if __name__ == "__main__":

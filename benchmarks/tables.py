@@ -7,7 +7,7 @@ A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is there is re
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import aims
@@ -34,7 +34,7 @@ import toy_entropy
 import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
-from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of, training_time
+from rows import Paired, by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of, training_time
 
 import calibration
 from dissensus.bench.capacity_table import capacities
@@ -45,22 +45,14 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = Path(schema.__file__)
 COMMAND = "python benchmarks/speed.py --csv FILE"
+NETWORKS = dict.fromkeys(("mlp", "mlp16"), "MLP") | {"resnet18": "ResNet-18", "conv": "small conv net"}
 LINE = {
     "region/between/sd": "sd between clusters",
     "region/outside/sd": "sd outside",
     "region/at_data/sd": "sd at the data",
     "rmse": "RMSE",
-    "distances/function": "distance of outputs",
-    "distances/gradient": "angle of input gradients",
 }
-PLANE = {
-    "region/off_data/entropy": "entropy off the data",
-    "region/at_data/entropy": "entropy at the data",
-    "accuracy": "accuracy",
-    "nll": "NLL",
-    "distances/function": "distance of outputs",
-    "distances/gradient": "angle of input gradients",
-}
+PLANE = {"region/off_data/entropy": "entropy off the data", "region/at_data/entropy": "at the data", "nll": "NLL"}
 PARTICLES = {
     "toy-regression": LINE,
     "toy-regression-adam": LINE,
@@ -68,10 +60,7 @@ PARTICLES = {
     "toy-regression-small": LINE,
     "toy-classification-small": PLANE,
     "lengthscales": {
-        "accuracy": "accuracy",
-        "severities 1–3": "severities 1–3",
         "severities 4–5": "severities 4–5",
-        "validation/corrupt/accuracy": "damaged validation images",
         "nll": "NLL",
         "corrupt/nll": "NLL, damaged",
         "ece": "ECE",
@@ -79,11 +68,20 @@ PARTICLES = {
         "ood/fashion/auroc": "AUROC, clothes",
     },
 }
-TOYS = tuple(("forde", other) for other in ("deep_ensemble", "weight_rde", "function_rde", "feature_rde", "lit"))
-COMPARED = dict.fromkeys(PARTICLES, TOYS)
-COMPARED["lengthscales"] = (("forde", "deep_ensemble"), ("lit", "deep_ensemble"), ("lit", "forde"))
-VARIANTS = tuple((f"forde-{name}", "forde") for name in ("sample", "algorithm", "log_prob", "1_N"))
-NODES = {  # file -> columns, and what is compared
+SMALL = ("deep_ensemble", "function_rde", "function_rde-paper", "forde")
+LARGE = (
+    *("deep_ensemble", "weight_rde", "function_rde", "function_rde-1_B", "feature_rde", "svgd-function"),
+    *("lit", "forde"),
+)
+SHOWN = {  # methods of the tables of particles; the others are in the files
+    "toy-regression": LARGE,
+    "toy-regression-adam": ("deep_ensemble", "weight_rde", "function_rde", "forde"),
+    "toy-classification": LARGE,
+    "toy-regression-small": SMALL,
+    "toy-classification-small": SMALL,
+    "lengthscales": ("deep_ensemble", "lit", "forde", "forde-alpha100"),
+}
+NODES = {  # file -> columns, what methods are compared with, and the command
     "node_digits": (
         {
             "nll": "NLL",
@@ -94,7 +92,7 @@ NODES = {  # file -> columns, and what is compared
             "corrupt/accuracy": "accuracy, corrupted",
             "ood/fashion/auroc": "AUROC, clothes",
         },
-        [("node_bnn", "map")],
+        "map",
         "dissensus bench digits --methods map,node_bnn --seeds 15",
     ),
     "node_cubic_gap": (
@@ -103,10 +101,9 @@ NODES = {  # file -> columns, and what is compared
             "shift/cubic_beyond/nll": "NLL, 3 < abs(x) < 4",
             "shift/cubic_beyond/coverage90": "coverage of 90 % intervals there",
             "region/at_data/sd": "sd of functions at the data",
-            "region/between/sd": "between the data",
             "region/outside/sd": "outside",
         },
-        [(name, other) for name in ("node_bnn", "node_bnn-ibnn") for other in ("mc_dropout", "deep_ensemble")],
+        "deep_ensemble",
         "dissensus bench cubic-gap --seeds 5",
     ),
 }
@@ -125,13 +122,10 @@ COMMANDS = {  # of tables that are not of a task as it stands
     "--set method.svgd.training.lr=1e-3"
 }
 SIDE_BY_SIDE = {
-    "toy-regression": {"region/between/sd": "sd between", "region/outside/sd": "sd outside", "rmse": "RMSE"},
-    "toy-classification": {"region/off_data/entropy": "entropy off the data", "nll": "NLL"},
+    "toy-regression": {"region/between/sd": "sd between"},
+    "toy-classification": {"region/off_data/entropy": "entropy off the data"},
     "forde-variants": {
-        "accuracy": "accuracy",
         "nll": "NLL",
-        "corrupt/accuracy": "accuracy, damaged",
-        "ece": "ECE",
         "corrupt/ece": "ECE, damaged",
         "ood/fashion/auroc": "AUROC, clothes",
         "distances/gradient": "angle",
@@ -144,140 +138,121 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def speed_table() -> str:
-    """The H200 and CPU comparisons."""
-    lines = [
-        "| device | network | M | batch | what | loop over members | dissensus | ratio | how it ran |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    commits = set()
+    """The H200 and CPU comparisons: the first of each device, network and kind, and those in which the loop is faster."""
+    lines, every, seen = [], list[dict[str, str]](), set()
     for file in ("speed_h200.csv", "speed_cpu.csv"):
         for row in rows(file):
-            if row["what"].startswith("epoch"):
-                continue  # so many times the step
-            commits.add(f"{row['commit']}, torch {row['torch']}")
-            network = {
-                "mlp": "MLP 784-200-200-200-10",
-                "mlp16": "MLP 784-200-200-200-10",
-                "resnet18": "ResNet-18",
-                "conv": "small conv net",
-            }[row["case"]]
+            every.append(row)
+            kind = (file, NETWORKS[row["case"]], re.sub(r" of \d+", "", row["what"]))
+            if row["what"].startswith("epoch") or "bf16" in row["what"] or (kind in seen and float(row["ratio"]) >= 1):
+                continue
+            seen.add(kind)
             cores = "2 cores, Arm" if "aarch64" in row["device"] else row["device"]
             device = "H200" if "H200" in row["device"] else cores
-            lines.append(
-                f"| {device} | {network} | {row['members']} | {row['batch']} | {row['what']} | {float(row['loop_ms']):.4g} ms "
-                f"| {float(row['ms']):.3g} ms | {float(row['ratio']):.3g}× | {row['ran']} |"
-            )
-    return "\n".join([*lines, "", f"*`{COMMAND}`; commit {'; '.join(sorted(commits))}.*"])
+            case = f"{row['members']} × {NETWORKS[row['case']]}, batch {row['batch']}"
+            times = [f"{float(row['loop_ms']):.4g}", f"{float(row['ms']):.3g}", f"{float(row['ratio']):.3g}×"]
+            lines.append([device, case, row["what"], *times, row["ran"]])
+    table = markdown(["device", "networks", "what", "loop, ms", "dissensus, ms", "ratio", "how it ran"], lines)
+    return f"{table}\n\n*`{COMMAND}`; {versions_of(every)}; other sizes in `speed_h200.csv` and `speed_cpu.csv`.*"
+
+
+def versions_of(found: list[dict[str, str]]) -> str:
+    """The commits, by version of torch."""
+    return "; ".join(
+        f"commit {' and '.join(by_key(mine, 'commit'))}, torch {torch}"
+        for torch, mine in by_key(found, "torch").items()
+    )
 
 
 GPU_SECTIONS = {
-    "steps": ("A training step of {members} ResNet-18 on batches of {batch}, bf16", "times the short deep ensemble"),
-    "compiled": ("The same in a run long enough to compile", "times the short deep ensemble"),
-    "watching": ("A training step of one ResNet-18 on batches of {batch}, bf16", "times unwatched"),
+    "steps": ("A training step of {members} ResNet-18 on batches of {batch}, bf16", "times the deep ensemble"),
     "prediction": ("Prediction of {members} ResNet-18 in batches of {batch}", "times as fast as the float32 loop"),
-    "kernels": ("Where the device's time goes: kernels, added up, and the time in which any runs", ""),
-    "gradients": ("Gradients of three ResNet-18 on 32 images", ""),
 }
 
 
 def gpu_tables(found: list[dict[str, str]]) -> str:
-    """What steps and predictions cost on a GPU, each section as a table."""
+    """What a step and a prediction cost on a GPU."""
     parts = []
     for what, (title, ratio) in GPU_SECTIONS.items():
         mine = [row for row in found if row["what"] == what]
-        if not mine:
-            continue
-        if what == "gradients":
-            columns = {"name": "method", "run": "precision", "ran": "deviation", "error": "‖a − b‖ / ‖b‖"}
-        elif what == "kernels":
-            columns = {"run": "in", "name": "kernels", "ms": "ms"}
-        else:
-            columns = {
-                "name": "what",
-                "run": "run",
-                "ran": "how it ran",
-                "ms": "ms",
-                "ratio": ratio,
-                "spread": "spread",
-            }
-            columns |= {"reserved_gib": "GiB"} if what != "prediction" else {"error": "largest error of a probability"}
+        columns = {"name": "what", "run": "run", "ms": "ms", "ratio": ratio, "error": "largest error of a probability"}
+        if what == "steps":
+            columns = {"name": "what", "ms": "ms", "ratio": ratio, "reserved_gib": "GiB"}
         table = markdown(list(columns.values()), [[row[key] for key in columns] for row in mine])
         parts += [f"*{title.format(**mine[0])}*", "", table, ""]
-    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}.*"])
-
-
-def latency_stages_table(found: list[dict[str, str]]) -> str:
-    """Microseconds by stage, one column for each case, predictions apart from steps."""
-    parts = []
-    for kind in ("prediction", "training"):
-        mine = [row for row in found if row["what"].startswith(kind)]
-        cases = dict.fromkeys((row["what"], row["network"]) for row in mine)
-        known = {(row["what"], row["network"], row["stage"]): row["us"] for row in mine}
-        stages = dict.fromkeys(row["stage"] for row in mine)
-        header = [f"{mine[0]['what'].partition(',')[0]}, µs"]
-        header += [f"{what.partition(', ')[2]}, {network}" for what, network in cases]
-        parts += [markdown(header, [[stage, *(known[*case, stage] for case in cases)] for stage in stages]), ""]
-    return "\n".join([*parts, f"*`python benchmarks/latency_stages.py --csv FILE`; medians; {origins_of(found)}.*"])
-
-
-def training_memory_table(found: list[dict[str, str]]) -> str:
-    """Stated and taken memory."""
-    header = ["run", "how it ran", "tensors stated, MiB", "taken", "reserved stated, MiB", "taken"]
-    keys = ("case", "engine", "stated_tensors", "tensors", "stated_reserved", "reserved")
-    table = markdown(header, [[row[key] for key in keys] for row in found])
-    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {origins_of(found)}.*"
+    more = "long runs, kernels and gradients in `gpu_h200.csv`"
+    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}; {more}.*"])
 
 
 def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
     """Deviations in bf16, mean over seeds."""
-    keys = ("activation", "batch norm", "steps", "how")
+    keys = ("activation", "batch norm", "steps")
     columns = ("likelihood", "directions", "repulsion", "flipped")
-    lines = [f"| {' | '.join((*keys, *columns))} |", "|" + "---|" * (len(keys) + len(columns))]
-    for key, members in grouped(found, keys).items():
-        cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g} %" for column in columns]
+    titles = (*keys, *(f"{column} %" for column in columns))
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for key, members in grouped((row for row in found if row["how"] == "bf16"), keys).items():
+        cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g}" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
     seeds = len({row["seed"] for row in found})
-    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}.*"
+    facts = f"{seeds} seeds; {origins_of(found)}; noise in float32, for comparison, in `bf16_repulsion.csv`"
+    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {facts}.*"
     return "\n".join([*lines, "", made])
 
 
-def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
-    """One row per value of `key`, with its number of seeds where rows differ in it."""
+def seed_table(
+    found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str, against: str = ""
+) -> str:
+    """One row per value of `key`, with its number of seeds where rows differ in it; bold: differs from `against`."""
     groups = by_key(found, key)
     differ = len({len(members) for members in groups.values()}) > 1
-    lines = [f"| {key} | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]
-    for name, members in groups.items():
-        cells = [mean_and_spread(members, column) for column in columns]
-        lines.append(f"| {name}{f' ({len(members)} seeds)' if differ else ''} | " + " | ".join(cells) + " |")
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
-    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {made}; {where}{training_time(found)}"
-    return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])
-
-
-def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance, by Holm."""
-    groups = by_key(found, "method")
-    cells = {(c, pair): paired(*(groups[name] for name in pair), c) for c in columns for pair in pairs}
-    there = {key: each for key, each in cells.items() if each is not None and each.p_value == each.p_value}  # some vary
-    adjusted = dict(zip(there, holm_p_values([each.p_value for each in there.values()]), strict=True))
+    compared = comparisons(groups, columns, [(name, against) for name in groups if against and name != against])
     lines = []
-    for column, title in columns.items():
-        line = [title]
-        for pair in pairs:
-            each = cells[column, pair]
-            if each is None:
-                text = "–"
-            elif (column, pair) in there:
-                text = f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
-            else:
-                text = f"{each.difference:+.2g} with every seed"
-            line.append(f"**{text}**" if adjusted.get((column, pair), 1) < SIGNIFICANT else text)
-        if line[1:] != ["–"] * len(pairs):
-            lines.append(line)
-    table = markdown(["", *(f"{first} − {second}" for first, second in pairs)], lines)
+    for name, members in groups.items():
+        cells = [marked(mean_and_spread(members, column), compared.get((name, against, column))) for column in columns]
+        lines.append([f"{name}{f' ({len(members)} seeds)' if differ else ''}", *cells])
+    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {versions_of(found)}; {where}{training_time(found)}"
+    parts = [markdown([key, *columns.values()], lines), f"*`{command}`; {facts}.*"]
+    if against:
+        parts.insert(1, bold(against, compared))
+    return "\n\n".join(parts)
+
+
+Compared = dict[tuple[str, str, str], tuple[Paired, float]]  # (method, other, column) -> difference, adjusted p-value
+
+
+def comparisons(
+    groups: dict[str, list[dict[str, str]]], columns: Iterable[str], pairs: Sequence[tuple[str, str]]
+) -> Compared:
+    """Differences of two methods on the seeds both have, by Student's t, with Holm's adjustment for all of them."""
+    each = {(*pair, key): paired(*(groups[name] for name in pair), key) for key in columns for pair in pairs}
+    there = {key: found for key, found in each.items() if found is not None and found.p_value == found.p_value}
+    adjusted = holm_p_values([found.p_value for found in there.values()])
+    return {key: (found, p) for (key, found), p in zip(there.items(), adjusted, strict=True)}
+
+
+def marked(text: str, compared: tuple[Paired, float] | None) -> str:
+    return f"**{text}**" if compared is not None and compared[1] < SIGNIFICANT else text
+
+
+def bold(against: str, compared: Compared) -> str:
+    sure = sum(p < SIGNIFICANT for _, p in compared.values())
     return (
-        f"{table}\n\nBold: p < {SIGNIFICANT:g} after Holm's adjustment for the {len(there)} comparisons of this table."
+        f"Bold: differs from {against} beyond chance, in {sure} of {len(compared)} comparisons (paired by seed, "
+        f"p < {SIGNIFICANT:g} after Holm's adjustment)."
     )
+
+
+def difference_sentences(
+    found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """What differs beyond chance in each pair, and how much is within chance."""
+    compared = comparisons(by_key(found, "method"), columns, pairs)
+    for pair in pairs:
+        mine = {key[2]: each for key, each in compared.items() if key[:2] == pair}
+        sure = [f"{columns[key]} {each.difference:+.2g}" for key, (each, p) in mine.items() if p < SIGNIFICANT]
+        rest = len(mine) - len(sure)
+        within = f"; {rest} within chance" if sure and rest else "" if sure else f"all {rest} within chance"
+        yield f"- {' − '.join(pair)}: {'; '.join(sure)}{within}."
 
 
 def mean_and_spread(members: list[dict[str, str]], column: str) -> str:
@@ -293,23 +268,23 @@ def particle_rows(task: str) -> list[dict[str, str]]:
 
 
 def particle_table(task: str, columns: dict[str, str]) -> str:
-    """A particle task: its table, what its numbers say, and its figures where there are any."""
-    found = particle_rows(task)
+    """A particle task: the methods that its page speaks of, bold where they differ, and its figures where there are any."""
+    every = particle_rows(task)
+    found = [row for row in every if row["method"] in SHOWN[task]]
     seeds = len({row["seed"] for row in found})
     command = COMMANDS.get(task, f"dissensus bench {task} --size paper --seeds {seeds}")
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    table = seed_table(found, "method", columns, where=where, command=command)
+    where += f"; all {len(by_key(every, 'method'))} methods in `{task.replace('-', '_')}.csv`"
+    against = "deep_ensemble" if task == "lengthscales" else "forde"
+    table = seed_table(found, "method", columns, where=where, command=command, against=against)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
     shown = [
         f"![{text}](figures/{name}.png)"
         for name, text in pictures.items()
         if (ROOT / "docs" / "figures" / f"{name}.png").exists()
     ]
-    parts = [*sentences(found), *shown]
-    if task in COMPARED:
-        parts.insert(0, "Seed by seed, with 95 % intervals over seeds:")
-        parts.insert(1, difference_table(found, columns, COMPARED[task]))
-    return "\n".join([table, *("\n" + part for part in parts)])
+    said = [each.partition(" On test images")[0] for each in sentences(every)] if task == "lengthscales" else []
+    return "\n\n".join([table, *said, *shown])
 
 
 def cost_table(found: list[dict[str, str]]) -> str:
@@ -334,22 +309,18 @@ def cost_table(found: list[dict[str, str]]) -> str:
 
 def false_positive_table(found: list[dict[str, str]]) -> str:
     """How often equal methods are said to differ, and how often real differences are found."""
-    percent = ("false_positives", "seeds_alone", "examples_alone", "resampled_seeds", "found_3", "found_5", "found_10")
-    titles = [
-        "noise of seeds : examples",
-        "seeds",
-        "p < 0.05",
-        "t over seeds alone",
-        "examples alone",
-        "seeds resampled",
-    ]
-    titles += [f"found: {k} errors" for k in (3, 5, 10)]
+    titles = {
+        "false_positives": "p < 0.05, %",
+        "seeds_alone": "t over seeds alone, %",
+        "examples_alone": "examples alone, %",
+        "found_5": "found: 5 errors, %",
+    }
     noises = {"0.0": "0 : 1", "inf": "1 : 0"}
     lines = [
         [noises.get(row["noise"], f"{float(row['noise']):g} : 1"), row["seeds"]]
-        + [f"{100 * float(row[key]):.1f} %" for key in percent]
+        + [f"{100 * float(row[key]):.1f}" for key in titles]
         for row in found
-        if row["metric"] == "nll"
+        if row["metric"] == "nll" and row["seeds"] in ("2", "5")
     ]
     largest = []
     for metric, name in (("nll", "NLL"), ("accuracy", "accuracy"), ("ood/far/auroc", "AUROC")):
@@ -361,7 +332,10 @@ def false_positive_table(found: list[dict[str, str]]) -> str:
     facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; "
     facts += origins_of(found)
     said = f"The table is of the NLL. Largest share of p < 0.05 between equal methods: {', '.join(largest)}."
-    return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
+    return (
+        f"{markdown(['noise of seeds : examples', 'seeds', *titles.values()], lines)}\n\n{said}\n\n"
+        f"*`python benchmarks/false_positives.py --csv FILE`; {facts}; all cases in `false_positives.csv`.*"
+    )
 
 
 def few_examples_table(found: list[dict[str, str]]) -> str:
@@ -369,10 +343,12 @@ def few_examples_table(found: list[dict[str, str]]) -> str:
     names = {"nll": "NLL", "ood/far/auroc": "AUROC", "ood/far/aupr": "AUPR", "ood/far/fpr95": "FPR at 95 % TPR"}
     names |= {"ece": "ECE", "aurc": "AURC", "rmse": "RMSE", "skewed": "NLL, skewed"}
     metrics = list(dict.fromkeys(row["metric"] for row in found))
-    share = {(row["metric"], row["examples"]): f"{100 * float(row['false_positives']):.1f} %" for row in found}
-    before = {row["examples"]: f"{100 * float(row['normal']):.1f} %" for row in found if row["metric"] == "nll"}
-    titles = ["test examples", "NLL by the normal distribution", *(names.get(key, key) for key in metrics)]
-    lines = [[count, before[count], *(share[key, count] for key in metrics)] for count in before]
+    share = {(row["metric"], row["examples"]): f"{100 * float(row['false_positives']):.1f}" for row in found}
+    before = {row["examples"]: f"{100 * float(row['normal']):.1f}" for row in found if row["metric"] == "nll"}
+    titles = ["p < 0.05, %; test examples", "NLL by the normal distribution", *(names.get(key, key) for key in metrics)]
+    lines = [
+        [count, before[count], *(share[key, count] for key in metrics)] for count in before if count in ("2", "5", "30")
+    ]
     first = found[0]
     facts = (
         f"seed {first['seed']}, {first['simulations']} comparisons (error {100 * float(first['error']):.1f} points), "
@@ -382,12 +358,11 @@ def few_examples_table(found: list[dict[str, str]]) -> str:
 
 
 def node_table(name: str) -> str:
-    """A task of NodeBNN: its table and paired differences."""
-    columns, pairs, command = NODES[name]
+    """A task of NodeBNN, beside the method it is compared with."""
+    columns, against, command = NODES[name]
     found = rows(f"{name}.csv")
-    where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    table = seed_table(found, "method", columns, where=where, command=command)
-    return f"{table}\n\nSeed by seed, with 95 % intervals over seeds:\n\n{difference_table(found, columns, pairs)}"
+    where = " and ".join(dict.fromkeys(row["device"] for row in found)) + f"; `{name}.csv`"
+    return seed_table(found, "method", columns, where=where, command=command, against=against)
 
 
 STEPS = (  # page, name, files, columns, script, what the numbers are
@@ -427,36 +402,52 @@ STEPS = (  # page, name, files, columns, script, what the numbers are
 )
 
 
+LEFT_OUT = {  # rows that the files alone have
+    "node-step": re.compile("out"),
+    "embedded-step": re.compile("784|activations"),
+    "latency": re.compile("training"),
+}
+
+
 def measurements() -> Iterator[tuple[str, str, str]]:
     """(page, name, table) of small measurements."""
     for page, name, files, columns, script, what in STEPS:
         found = [row for file in files for row in rows(f"{file}.csv")]
+        if name in LEFT_OUT:
+            found = [row for row in found if not LEFT_OUT[name].search(row.get("case", row.get("what")))]
         yield page, name, measured.measured(found, columns, f"python benchmarks/{script}", what)
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
+    found = [row for row in found if "prior 1" not in row["case"] and row["case"] != "covariance=joint, structure=kron"]
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
-    table = measured.measured(found, measured.LAPLACE, command, "means over seeds")
-    yield "results/laplace.md", "laplace-cifar10", table
+    table = measured.measured(found, measured.LAPLACE, command, "means over seeds; all cases in `laplace_cifar10.csv`")
+    yield "results/pretrained.md", "laplace-cifar10", table
 
 
 def side_by_side() -> str:
     """Variants of FoRDE on all tasks that have them, one column per number."""
     headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
-    lines = [f"| method | {' | '.join(headings)} |", "|" + "---|" * (len(headings) + 1)]
     groups = {task: by_key(particle_rows(task), "method") for task in SIDE_BY_SIDE}
     every = dict.fromkeys(name for group in groups.values() for name in group)
     names = [name for name in every if name == "deep_ensemble" or name.startswith("forde")]
-    for name in names:
-        cells = [
-            mean_and_spread(groups[task].get(name, []), column)
+    pairs = [(name, "forde") for name in names if name not in ("forde", "deep_ensemble")]
+    compared = {task: comparisons(groups[task], columns, pairs) for task, columns in SIDE_BY_SIDE.items()}
+    lines = [
+        [name]
+        + [
+            marked(mean_and_spread(groups[task].get(name, []), key), compared[task].get((name, "forde", key)))
             for task, columns in SIDE_BY_SIDE.items()
-            for column in columns
+            for key in columns
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "*The runs of the tables here; mean ± standard deviation over seeds.*"]
-    for task, columns in SIDE_BY_SIDE.items():
-        lines += ["", f"`{task}`, seed by seed, with 95 % intervals over seeds:", ""]
-        lines.append(difference_table(particle_rows(task), columns, VARIANTS))
-    return "\n".join(lines)
+        for name in names
+    ]
+    counts = ", ".join(str(len(each)) for each in compared.values())
+    said = f"Bold: a variant differs from forde beyond chance (p < {SIGNIFICANT:g}, by Holm for a task's {counts} comparisons)."
+    files = ", ".join(f"`{task.replace('-', '_')}.csv`" for task in SIDE_BY_SIDE)
+    found = particle_rows("forde-variants")
+    made = (
+        f"*`dissensus bench forde-variants --size paper --seeds 5` and the runs above; {files}; {origins_of(found)}.*"
+    )
+    return f"{markdown(['method', *headings], lines)}\n\n{said}\n\n{made}"
 
 
 def filled(text: str, name: str, table: str) -> str:
@@ -480,16 +471,18 @@ def capacity_table() -> str:
 
 
 def shift_table(task: str) -> str:
-    """A task on damaged inputs: its table, paired differences, and its figures; or that there is nothing yet."""
-    found = rows(f"{task.replace('-', '_')}.csv")
-    if not found:
-        return f"*No results are committed yet: `dissensus bench {task} --seeds 10`.*"
+    """A task on damaged inputs: its table, bold where methods differ, other comparisons as sentences, and its figures."""
+    found, columns = rows(f"{task.replace('-', '_')}.csv"), shift.COLUMNS[task]
     command = f"dissensus bench {task} --size {found[0]['size']} --seeds {len({row['seed'] for row in found})}"
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
-    parts = [seed_table(found, "method", shift.COLUMNS[task], where=where, command=command)]
-    for title, pairs in shift.compared(task, list(by_key(found, "method"))).items():
-        text = f"{title}, seed by seed, with 95 % intervals over seeds:"
-        parts += [text, difference_table(found, shift.COLUMNS[task], pairs)]
+    where += f"; `{task.replace('-', '_')}.csv`"
+    parts = [seed_table(found, "method", columns, where=where, command=command, against="map")]
+    title, pairs = shift.PAIRS[task]
+    count = len(comparisons(by_key(found, "method"), columns, pairs))
+    parts += [
+        f"{title} (p < {SIGNIFICANT:g} after Holm's adjustment for these {count} comparisons):",
+        "\n".join(difference_sentences(found, columns, pairs)),
+    ]
     return "\n\n".join([*parts, *shift.shown(task, list(by_key(found, "method")))])
 
 
@@ -516,15 +509,13 @@ PAGES: tuple[
     tuple[str, str, str, Callable[[list[dict[str, str]]], str]], ...
 ] = (  # page, name, file, table of its rows
     ("results/speed.md", "gpu", "gpu_h200.csv", gpu_tables),
-    ("results/speed.md", "training-memory", "training_memory.csv", training_memory_table),
-    ("results/speed.md", "latency-stages", "latency_stages_cpu.csv", latency_stages_table),
     ("results/speed.md", "bf16-repulsion", "bf16_repulsion.csv", bf16_repulsion_table),
     ("results/tracking.md", "mnist-ood", "mnist_ood.csv", mnist_ood.page),
     ("results/tracking.md", "tradi-schedule", "tradi_schedule.csv", tradi_schedule.page),
     ("results/tracking.md", "uci", "uci.csv", uci_page.page),
     ("results/particles.md", "toy-entropy", "toy_entropy.csv", toy_entropy.page),
     ("results/composing.md", "compose", "compose.csv", compose.page),
-    ("results/landscape.md", "landscape", "landscape.csv", landscape.page),
+    ("results/particles.md", "landscape", "landscape.csv", landscape.page),
     ("results/peers.md", "peers", "peers_cpu.csv", peers_page.page),
     ("results/peers.md", "peers-gpu", "peers_gpu_h200.csv", peers_page.page),
     ("results/statistics.md", "false-positives", "false_positives.csv", false_positive_table),

@@ -88,6 +88,23 @@ SHOWN: dict[str, dict[str, Column]] = {
     "data-size": CLASSES,
     "cold-posterior": CLASSES,
 }
+HIDDEN = {  # columns that are in the files alone
+    **dict.fromkeys(
+        ("reference-posterior", "reference-uci", "reference-digits", "bimodal"),
+        ("against/agreement", "against/halves/total_variation", "against/rhat"),
+    ),
+    "standard-uci": ("crps", *SECONDS),
+    "label-noise": ("nll",),
+    "adversarial": (
+        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy"),
+        *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
+    ),
+}
+PLACES = {"data-size": ("250", "1000", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
+FOLDED = (  # rows within chance of the baseline are left out
+    *("standard", "standard-uci", "reference-posterior", "reference-uci", "reference-digits", "adversarial"),
+    *("label-noise", "data-size", "cold-posterior"),
+)
 UNCOMPARED = (*SECONDS, *(key for key in NEAR if key != "against/total_variation"))
 COMMANDS = {
     name: f"dissensus bench {name} --seeds {seeds}{data}"
@@ -186,19 +203,25 @@ def pages() -> Iterator[tuple[str, str]]:
 
 def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
     axes = {axis: str(table.get("label", axis)) for axis, table in read_task(name).get("grid", {}).items()}
-    columns = {key: column for key, column in SHOWN[name].items() if any(row.get(key) for row in rows)}
+    shown = {key: column for key, column in SHOWN[name].items() if key not in HIDDEN.get(name, ())}
+    columns = {key: column for key, column in shown.items() if any(row.get(key) for row in rows)}
     bold = {cell_of(row, axes): row for row in pairs if float(row["p_value"]) < SIGNIFICANT}
-    lines = []
+    kept = {"map", *(row["baseline"] for row in pairs)}
+    lines, folded, last = [], list[str](), dict[str, list[str]]()
     for place in dict.fromkeys(tuple(row[axis] for axis in axes) for row in rows):
         for method in dict.fromkeys(row["method"] for row in rows):
             mine = [row for row in rows if row["method"] == method and tuple(row[axis] for axis in axes) == place]
-            cells = [
-                marked(number(mine, key, column), (*place, key, method) in bold) for key, column in columns.items()
-            ]
-            if mine:
+            sure = [(*place, key, method) in bold for key in columns]
+            cells = [marked(number(mine, key, columns[key]), yes) for key, yes in zip(columns, sure, strict=True)]
+            there = name not in PLACES or f"{float(place[0]):g}" in PLACES[name]
+            telling = any(sure) or (method in kept and last.get(method) != cells) or name not in FOLDED
+            if mine and there and telling:
+                last[method] = cells
                 lines.append([*(f"{float(value):g}" for value in place), method, *cells])
+            else:
+                folded += [method] if mine else []
     table = markdown([*axes.values(), "method", *(column.title for column in columns.values())], lines)
-    shown = [
+    drawn = [
         f"![{text}](figures/{name}-{figure}.png)"
         for figure, text in (
             ("grid", f"{name}: quality over the setting"),
@@ -206,9 +229,20 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
         )
         if (FIGURES / f"{name}-{figure}.png").exists()
     ]
-    said = sentence(pairs, columns, axes)
-    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {origin_of(rows)}"
-    return "\n\n".join([table, *said, *shown, f"*`{COMMANDS[name]}`; {facts}.*"])
+    said = [*sentence(pairs, columns, axes), *chain_sentence(rows)]
+    if folded:
+        said.append(f"{len(folded)} more rows are in the file." if axes else f"No bold number: {', '.join(folded)}.")
+    facts = f"{seeds_of(unique(rows), {})}; {origin_of(rows)}; `tasks/{name}.csv`"
+    return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}.*"])
+
+
+def chain_sentence(rows: list[Row]) -> list[str]:
+    """How far the halves of the reference's chains are apart, and whether the chains have mixed."""
+    mine = [row for row in rows if row.get("against/rhat")]
+    if not mine:
+        return []
+    halves, rhat = (number(mine, key, NEAR[key]) for key in ("against/halves/total_variation", "against/rhat"))
+    return [f"Halves of the chains of HMC: total variation {halves}; R̂ {rhat}."]
 
 
 def unique(rows: list[Row]) -> list[Row]:
@@ -246,7 +280,7 @@ def sentence(pairs: list[Row], columns: dict[str, Column], axes: dict[str, str])
     counted = " or ".join(dict.fromkeys(row["counted"] for row in pairs))
     first = (
         f"Bold: differs from {baseline} beyond chance, in {len(sure)} of {count} comparisons (p < {SIGNIFICANT} after Holm's "
-        f"adjustment for all of them; they count {counted})."
+        f"adjustment, counting {counted})."
     )
     if not sure:
         least = min(pairs, key=lambda row: float(row["p_value"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import product
 
-from rows import Row, interval, made_by, markdown, paired, summary
+from rows import Row, made_by, markdown, paired, summary
 
 from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
 
@@ -25,23 +25,21 @@ PAPER = {
 
 
 def table(rows: list[Row]) -> str:
-    """Mean ± standard deviation over splits with the 95 % interval of the mean; the paper's deep ensemble last."""
+    """The mixture's NLL by set and method, mean ± standard deviation over splits; beside the paper, that of one Gaussian."""
     lines = []
     for name in dict.fromkeys(row["set"] for row in rows):
-        for method in ORDER:
-            mine = [row for row in rows if row["set"] == name and row["method"] == method]
-            if not mine:
-                continue
-            cells = [name, f"{method} ({len(mine)} splits)"]
-            for column in TITLES:
-                mean, deviation, _ = summary(row[column] for row in mine)
-                low, high = interval(row[column] for row in mine)
-                digits = 5 if column == "rmse" and mean < 0.1 else 3
-                cells.append(f"{mean:.{digits}f} ± {deviation:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
-            lines.append([*cells, f"{summary(row['cost/train_seconds'] for row in mine)[0]:.1f}"])
-        paper = {key: f"{value:.2f} ± {error:.2f}" for key, (value, error) in PAPER[name].items()}
-        lines.append([name, "deep ensemble, published", paper["rmse"], paper["gaussian_nll"], "", ""])
-    return markdown(["set", "method", *TITLES.values(), "training, s"], lines)
+        mine = {method: [row for row in rows if (row["set"], row["method"]) == (name, method)] for method in ORDER}
+        cells = [number(mine[method], "nll") for method in ORDER]
+        value, error = PAPER[name]["gaussian_nll"]
+        gaussian = number(mine["deep_ensemble"], "gaussian_nll")
+        splits = len(mine["deep_ensemble"])
+        lines.append([f"{name} ({splits} splits)", *cells, gaussian, f"{value:.2f} ± {error:.2f}"])
+    return markdown(["NLL", *ORDER, "deep_ensemble, one Gaussian", "published"], lines)
+
+
+def number(rows: list[Row], column: str) -> str:
+    mean, deviation, _ = summary(row[column] for row in rows)
+    return f"{mean:.2f} ± {deviation:.2f}"
 
 
 def verdicts(rows: list[Row]) -> str:
@@ -68,21 +66,20 @@ def behind(rows: list[Row]) -> tuple[list[str], int]:
             if each is not None:
                 found[name, method, column] = each
     adjusted = dict(zip(found, holm_p_values([each.p_value for each in found.values()]), strict=True))
-    worse: dict[tuple[str, str], list[str]] = {}
+    worse: dict[tuple[str, str], list[str]] = {}  # by set and column
     for (name, method, column), each in found.items():
         if each.difference > 0 and adjusted[name, method, column] < SIGNIFICANT:
-            text = f"{TITLES[column]} by {each.difference:.3g} ({each.lower:.3g} to {each.upper:.3g})"
-            worse.setdefault((name, method), []).append(text)
-    said = [f"- {name}: {method} is behind map in {', '.join(texts)}." for (name, method), texts in worse.items()]
+            worse.setdefault((name, TITLES[column]), []).append(f"{method} by {each.difference:.2g}")
+    said = [f"- {name}, {title}: {', '.join(texts)}." for (name, title), texts in worse.items()]
     return said, len(found)
 
 
 def far_splits(rows: list[Row]) -> list[str]:
     """Splits on which a number lies above the median of all splits by more than FAR times the distance of the quartiles."""
-    found: dict[tuple[str, int], list[str]] = {}
+    found: dict[tuple[str, int], dict[str, None]] = {}
     for name in dict.fromkeys(row["set"] for row in rows):
         for method in ORDER:
-            for column, title in TITLES.items():
+            for column in TITLES:
                 by_split = {
                     int(row["split"]): float(row[column])
                     for row in rows
@@ -93,21 +90,21 @@ def far_splits(rows: list[Row]) -> list[str]:
                 low, middle, high = statistics.quantiles(by_split.values(), n=4)
                 for split, value in by_split.items():
                     if value - middle > FAR * (high - low):
-                        text = f"{method}'s {title} is {value:.4g} (median {middle:.4g})"
-                        found.setdefault((name, split), []).append(text)
-    return [f"- {name}, split {split}: {'; '.join(texts)}." for (name, split), texts in found.items()]
+                        found.setdefault((name, split), {})[method] = None
+    return [f"{name}, split {split} ({', '.join(methods)})" for (name, split), methods in found.items()]
 
 
 def page(rows: list[Row]) -> str:
     """The table with a verdict, what stands out for the worse, and where it comes from."""
-    made = made_by("python benchmarks/uci.py --run --data FOLDER --jobs 16", rows, "standard splits")
+    command, what = (
+        "python benchmarks/uci.py --run --data FOLDER --jobs 16",
+        "standard splits, mean ± standard deviation",
+    )
+    made = made_by(command, rows, what, "RMSE and every split in `uci.csv`")
     parts = [table(rows), verdicts(rows)]
     worse, count = behind(rows)
-    title = (
-        f"Behind the single network beyond chance (p < {SIGNIFICANT:g} over splits, by Holm for {count} comparisons)"
-    )
-    parts += [f"{title}, with 95 % intervals:", "\n".join(worse)] if worse else [f"{title}: none."]
+    title = f"Behind map beyond chance (p < {SIGNIFICANT:g} over splits, by Holm for {count} comparisons)"
+    parts += [f"{title}:", "\n".join(worse)] if worse else [f"{title}: none."]
     if far := far_splits(rows):
-        title = f"Splits far from the others, by more than {FAR} times the distance of the quartiles above the median:"
-        parts += [title, "\n".join(far)]
+        parts.append(f"Splits more than {FAR} quartile distances above the median: {'; '.join(far)}.")
     return "\n\n".join([*parts, made])

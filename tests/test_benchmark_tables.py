@@ -62,6 +62,26 @@ def test_rows_with_other_seeds_say_so(benchmarks):
     assert (found.difference, found.above, found.count) == (0.5, 2, 2)
 
 
+def test_differences_beyond_chance_are_bold_and_the_others_are_counted(benchmarks):
+    import tables
+
+    origin = {"commit": "c", "torch": "t", "device": "d"}
+    values = {"a": (1.0, 2.0, 3.0, 4.0), "b": (2.0, 3.01, 4.0, 5.0), "c": (1.5, 1.5, 3.5, 3.5)}
+    rows = [
+        {"method": m, "seed": str(s), "nll": str(v), "ece": "1.0", **origin}
+        for m, several in values.items()
+        for s, v in enumerate(several)
+    ]
+    columns = {"nll": "NLL", "ece": "ECE"}  # the ECE is the same for all: nothing to test
+    text = tables.seed_table(rows, "method", columns, where="d", command="x", against="a")
+    assert "| b | **3.502 ± 1.3** | 1 ± 0 |" in text
+    assert "| c | 2.5 ± 1.2 |" in text
+    assert "differs from a beyond chance, in 1 of 2 comparisons" in text
+    pairs = [("b", "a"), ("c", "a")]
+    said = ["- b − a: NLL +1.", "- c − a: all 1 within chance."]
+    assert list(tables.difference_sentences(rows, columns, pairs)) == said
+
+
 def test_marks_that_are_missing_are_an_error(benchmarks):
     from tables import filled
 
@@ -101,7 +121,7 @@ def test_the_study_of_composing_says_what_is_beyond_chance_and_what_is_not(bench
     better, neither = sorted(compose.sentences(found), key=lambda text: "MultiSWAG" not in text)
     assert better == "- MultiSWAG: better in NLL (by 0.0998), beyond chance; all else is within chance."
     assert neither == "- SWAG: all is within chance."
-    assert "**−0.0998 (p < 0.001)**" in compose.page(found)
+    assert "**0.1002 ± 0.0011**" in compose.page(found)
 
 
 def test_the_page_of_tables_says_where_networks_are_better_and_where_not(benchmarks):
