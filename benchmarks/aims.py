@@ -56,6 +56,8 @@ AIMS = (
         column("ratio", what="prediction", name="predict, float32"), least=True),
     Aim("memory stated and taken, the larger over the smaller", 1.1, "training_memory.csv",
         lambda rows: [max(apart(float(row[key]), float(row[stated])) for key, stated in STATED.items()) for row in rows]),
+    Aim("memory stated and taken on a CPU, the larger over the smaller", 1.25, "training_memory_cpu.csv",
+        lambda rows: [apart(float(row["tensors"]), float(row["stated_tensors"])) for row in rows]),
     Aim("MAP, one input, over the bare MLP", 0.15, CPU,
         column("over_ms", method="MAP", what="prediction of one input", network="MLP 784-200-200-200-10"), "ms"),
     Aim("MAP, one input, over the bare ResNet-20", 1.1, CPU,

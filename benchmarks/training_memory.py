@@ -1,7 +1,7 @@
 """The memory that `fit` states before training, and what training and the draw after it take; CSV out.
 
     python benchmarks/training_memory.py --csv benchmarks/results/training_memory.csv
-    OMP_NUM_THREADS=1 python benchmarks/training_memory.py --device cpu --csv FILE
+    OMP_NUM_THREADS=1 python benchmarks/training_memory.py --device cpu --csv benchmarks/results/training_memory_cpu.csv
 
 `tensors`: MiB in use at most (`torch.cuda.max_memory_allocated`), from the time when ways to run members had been tried.
 `reserved`: MiB that torch took from the device, at most in the epochs after the first: a CUDA graph keeps the memory of all
