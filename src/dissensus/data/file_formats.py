@@ -16,6 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -149,6 +150,11 @@ def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[
         if others := [entry.filename for entry in entries if entry.compress_type not in COMPRESSIONS]:
             raise ValueError(f"{others[0]} is compressed in a way that NumPy does not use")
         return {entry.filename.removesuffix(".npy"): _array(file.read(entry)) for entry in entries}
+
+
+def open_embedded(name: str) -> io.BytesIO:
+    """A file of the package's own data."""
+    return io.BytesIO((files("dissensus.data") / "embedded" / name).read_bytes())
 
 
 def npz_pair(path: str | Path, *, labelled: bool = True) -> tuple[np.ndarray, Any]:

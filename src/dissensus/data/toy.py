@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.images import open_embedded
+from dissensus.data.file_formats import open_embedded
 from dissensus.utils.checks import integer, number
 
 Points = tuple[Tensor, Tensor]
