@@ -142,8 +142,7 @@ class RocCurve(NamedTuple):
 def roc_curve(score_in: Tensor, score_ood: Tensor) -> RocCurve:
     """RocCurve with one point per distinct score; scores as in `auroc`."""
     thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
-    fpr, tpr = counts.rates()
-    return RocCurve(_prepend(0.0, fpr), _prepend(0.0, tpr), _prepend(float("inf"), thresholds))
+    return RocCurve(*(_prepend(0.0, rate) for rate in counts.rates()), _prepend(math.inf, thresholds))
 
 
 class PrecisionRecallCurve(NamedTuple):
@@ -157,9 +156,8 @@ class PrecisionRecallCurve(NamedTuple):
 def precision_recall_curve(score_in: Tensor, score_ood: Tensor) -> PrecisionRecallCurve:
     """PrecisionRecallCurve with one point per distinct score; OOD is positive, scores as in `auroc`."""
     thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
-    recall = counts.rates()[1]
-    precision, thresholds = _prepend(1.0, counts.precision()), _prepend(math.inf, thresholds)
-    return PrecisionRecallCurve(precision, _prepend(0.0, recall), thresholds)
+    precision, recall = _prepend(1.0, counts.precision()), _prepend(0.0, counts.rates()[1])
+    return PrecisionRecallCurve(precision, recall, _prepend(math.inf, thresholds))
 
 
 class PerImageOOD(NamedTuple):

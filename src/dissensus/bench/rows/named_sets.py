@@ -230,7 +230,7 @@ def _x_sin_x_features(points: int, **options: Any) -> toy.Points:
     return toy.quadratic_features(x), y
 
 
-def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRows:
+def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> TaskRows:
     """x sin x between the two clusters of `x_sin_x`, where there are no training rows."""
     generator = torch.Generator().manual_seed(2)
     x = 2.5 + 2.0 * torch.rand(200, 1, generator=generator)
