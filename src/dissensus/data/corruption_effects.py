@@ -37,10 +37,7 @@ def speckle_noise(images: Tensor, draws: Draws, std: float) -> Tensor:
 
 
 def shot_noise(images: Tensor, draws: Draws, photons: float) -> Tensor:
-    """(B, C, H, W): Poisson(x·photons) / photons; `photons` is the mean count of a white pixel.
-
-    Samples by inverting the distribution function at one uniform number per pixel; eight-bit images need 256 functions.
-    """
+    """(B, C, H, W): Poisson(x·photons) / photons, by inverting the distribution function at one uniform per pixel."""
     levels = (images * 255).round()  # (B, C, H, W)
     uniform = draws.uniform(0, *images.shape[1:])
     table = poisson_table(photons).to(images)  # (256, K)
@@ -206,11 +203,7 @@ def fog(images: Tensor, draws: Draws, amount: float, decay: float) -> Tensor:
 
 
 def plasma(noise: Tensor, decay: float) -> Tensor:
-    """(B, S, S): diamond-square fractals from noise (B, S, S) in [−1, 1], S a power of two, scaled to [0, 1].
-
-    Each halving of the mesh divides the noise by decay²; the map wraps around. Each pixel uses the noise drawn at its
-    position.
-    """
+    """(B, S, S): diamond-square fractals in [0, 1] from noise in [−1, 1]; halving the mesh divides it by decay²."""
     side = noise.shape[-1]
     heights = torch.zeros_like(noise)
     step, amplitude = side, 100.0**2
@@ -333,11 +326,7 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
 
 
 def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
-    """(B, H, W) float32: distance to the nearest edge pixel, at most `limit`.
-
-    Steps have length 1, 1.4 (diagonal) and 2.1969 (knight's move), the last two to sixteen binary places, as in OpenCV.
-    Iterates d(p) ← min over the sixteen steps of d(p + step) + length until nothing changes.
-    """
+    """(B, H, W) float32: distance to the nearest edge, at most `limit`, in OpenCV's steps 1, 1.4 and 2.1969."""
     diagonal, knight = 91750 / 2**16, 143976 / 2**16
     height, width = edges.shape[-2:]
     distance = torch.where(edges, 0.0, float(limit)).transpose(0, 1).contiguous()  # (H, B, W)
@@ -475,8 +464,7 @@ def elastic_transform(images: Tensor, draws: Draws, bend: float, smoothness: flo
 
 
 def _sample_images(images: Tensor, position: Tensor, *, edge_once: bool) -> Tensor:
-    """(B, C, H, W): the images at `position` (B, H·W, 2), x and y in pixels; mirrored at the border, about the edge
-    pixel's centre (edge once) or its outer side (edge twice)."""
+    """(B, C, H, W): the images at x and y (B, H·W, 2), mirrored at the border with the edge pixel once or twice."""
     height, width = images.shape[-2:]
     size = torch.tensor([width, height]).to(position)
     scaled = 2 * position / (size - 1) - 1 if edge_once else (2 * position + 1) / size - 1
@@ -524,8 +512,7 @@ def _quantisation_table(base: str, quality: int) -> Tensor:
 
 
 def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
-    """(B, C, H, W): cosine transform, division by the table, rounding, and back. The last row and column are repeated
-    to fill blocks."""
+    """(B, C, H, W): cosine transform, division by the table, rounding, and back; edges are repeated to fill blocks."""
     height, width = planes.shape[-2:]
     filled = F.pad(planes, (0, -width % 8, 0, -height % 8), mode="replicate") - 128
     rows, columns = filled.shape[-2] // 8, filled.shape[-1] // 8

@@ -133,10 +133,7 @@ COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # those NumPy writes;
 
 
 def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, by name; arrays of Python objects are refused.
-
-    `limit`: the most bytes it may unpack to; None sets a limit from the file's size.
-    """
+    """All arrays of an .npz file, by name, without Python objects; `limit`: the most bytes it may unpack to."""
     if isinstance(source, str | Path):
         with open(source, "rb") as file:
             return npz_arrays(file, limit)
@@ -180,8 +177,7 @@ def _array(raw: bytes) -> np.ndarray:
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """A uint8 array of this shape, memory-mapped copy-on-write: read on access, never written back. Pickled objects are
-    refused."""
+    """A uint8 array of this shape, memory-mapped copy-on-write (never written back); pickled objects are refused."""
     if not path.is_file():
         raise FileNotFoundError(f"expected the file {path}, got nothing there; pass the folder of CIFAR-C's files")
     with read_errors(path, "download it again", kind="a NumPy array file at"):

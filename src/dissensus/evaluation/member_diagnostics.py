@@ -93,10 +93,7 @@ def mean_distance(points: Any) -> Tensor:
 
 
 def mean_angle(vectors: Tensor) -> Tensor:
-    """() mean angle in [0, π] over pairs of members and examples, for vectors (M, B, D); NaN if no pair has directions.
-
-    With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖), which is accurate for small angles; arccos is not.
-    """
+    """() mean angle over pairs and examples of vectors (M, B, D), by atan2, accurate for small ones; NaN if none."""
     unit = directions(to_kernel_precision(vectors.detach()))  # (M, B, D)
     there = unit.square().sum(2) > 0  # (M, B)
     total, count = unit.new_zeros(()), unit.new_zeros(())

@@ -281,10 +281,7 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
 def bin_sums(
     confidence: Tensor, correct: Tensor, bins: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, sum of confidence and sum of correctness per bin, (..., K) each: sufficient statistics of the ECE.
-
-    weights (..., n): how often each example counts; None counts each once, and results are then (K,).
-    """
+    """Count, sums of confidence and of correctness per bin, (..., K) each; weights (..., n): how often each example counts."""
     index = confidence_bin(confidence, integer("bins", bins))
     sums = confidence.double(), correct.double()
     if weights is None:

@@ -20,10 +20,7 @@ from dissensus.utils.arrays import tensor_of
 
 
 class _Sums(Metric):
-    """Base class whose states are sums, added over processes; `number` computes the metric from them.
-
-    If `values` is a plain function of per-example values, `update` takes its tensors and sums the values.
-    """
+    """Base class whose states are sums; `number` computes the metric, `values` the numbers that `update` sums."""
 
     full_state_update = False
     is_differentiable = False

@@ -276,10 +276,7 @@ def _figure(
 
 
 def _set_margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
-    """Sets margins for ticks and labels, in inches: `gap` between rows, `below` under the figure.
-
-    matplotlib's layout engine would do the same, but takes as long as the drawing itself.
-    """
+    """Sets margins in inches: `gap` between rows, `below` under the figure; matplotlib's layout engine is slow."""
     (width, height), (rows, columns) = figure.get_size_inches(), figure.axes[0].get_gridspec().get_geometry()
     left, right, top, bottom, between = 0.87, 0.25, 0.32, 0.52 + below, 0.8
     across, down = width - left - right - (columns - 1) * between, height - top - bottom - (rows - 1) * gap
@@ -395,10 +392,7 @@ def surface_figure(
     ylabel: str = "",
     highest: float | None = None,
 ) -> Figure:
-    """Draws contours of losses (P, Q) at x and y (P, Q), on one logarithmic scale, with named points.
-
-    highest: losses above it get its colour; by default three hundred times the lowest loss.
-    """
+    """Draws contours of losses (P, Q) at x and y (P, Q) on one log scale; highest: by default 300 times the lowest."""
     every = np.concatenate([np.asarray(loss, float).ravel() for _, _, loss, _ in losses.values()])
     finite = every[np.isfinite(every)]
     low = max(float(finite.min()), 1e-4)

@@ -131,11 +131,7 @@ def _check_smooth(table: Tensor, weights: Tensor) -> None:
 
 @lru_cache(maxsize=8)
 def hermite_basis(order: int) -> tuple[Tensor, Tensor]:
-    """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j), h_k the normalised Hermite polynomials of N(0, 1).
-
-    Golub & Welsch 1969: eigenvalues and eigenvectors of the polynomials' tridiagonal recurrence. Rows are orthonormal. Nothing
-    overflows, although h_k would.
-    """
+    """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j) of N(0, 1), by Golub & Welsch (1969); never overflows."""
     off = torch.arange(1, order, dtype=torch.float64).sqrt()
     nodes, basis = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return nodes, basis * basis[0].sign()  # √w_j = basis[0, j] > 0

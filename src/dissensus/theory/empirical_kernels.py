@@ -144,10 +144,7 @@ Dense = nn.Linear | NTKLinear
 
 
 def layerwise_kernel(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
-    """(N1, N2, O, O) from the layers' inputs and signals, block by block; of a symmetric kernel one half is computed.
-
-    Raises, or gives a wrong kernel (which `empirical_ntk` detects), if a parameter is used outside one call of its Linear.
-    """
+    """(N1, N2, O, O) from layers' inputs and signals; wrong if a parameter is used outside one call of its Linear."""
     linear: list[Dense] = [each for each in network.modules() if isinstance(each, nn.Linear | NTKLinear)]
     width = sum(each.out_features * each.weight.element_size() for each in linear)
     needed = result + (len(x1) + len(x2)) * outputs * width
@@ -293,8 +290,7 @@ def is_consistent(way: Way, network: FlatOutputs, x: Tensor, outputs: int) -> bo
 
 
 def exact_convolutions() -> AbstractContextManager[object]:
-    """Context in which GPU convolutions use full float32 precision; torch's default, ten bits, is too coarse for small
-    eigenvalues."""
+    """Context in which GPU convolutions use full float32: torch's default, ten bits, is too coarse for small eigenvalues."""
     return torch.backends.cudnn.flags(
         enabled=torch.backends.cudnn.enabled,
         benchmark=torch.backends.cudnn.benchmark,

@@ -163,10 +163,7 @@ def moments(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def unavoidable_layers(network: nn.Module, layers: Sequence[str], followed: TracedCalls | None) -> set[str]:
-    """The layers through which every path from inputs to outputs leads; empty if unknown.
-
-    Layers that produce the network's outputs count as one.
-    """
+    """The layers through which every path to the outputs leads (output layers count as one); empty if unknown."""
     if followed is None or "" in layers:  # "": the network is itself the layer
         return {name for name in layers if followed is not None}
 
@@ -356,10 +353,7 @@ def overlap(outputs: MemberOutputs) -> float:
 
 
 def correlation_of(outputs: MemberOutputs) -> float | None:
-    """Correlation of members' outputs: Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩ over inputs and outputs; None if all are 0.
-
-    Not centred, like the predicted correlation: the mean over random weights is 0, the mean over inputs need not be.
-    """
+    """Correlation of members' outputs, not centred: Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩; None if all are 0."""
     with outputs.evaluation_context(), torch.no_grad():
         f = outputs(outputs.tensors).detach().double().flatten(1)  # (M, B·O)
     within = float(f.square().sum())
@@ -368,10 +362,7 @@ def correlation_of(outputs: MemberOutputs) -> float | None:
 
 
 def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -> float | None:
-    """The largest second derivative of a member's mean loss with respect to its outputs (M, B, …), or a bound.
-
-    None if the likelihood has no closed form and there are no targets.
-    """
+    """Largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound; None if it needs targets."""
     form = type(particles.likelihood).curvature
     if form is Classification.curvature:
         weights: list[float] = getattr(particles.likelihood, "class_weights", None) or [1.0]
@@ -393,11 +384,7 @@ def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -
 def _lanczos(
     outputs: MemberOutputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
 ) -> tuple[float, Tensor]:
-    """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector), by the Lanczos method.
-
-    It combines all powers so far, which needs a tenth of the products of plain power iteration: the largest eigenvalues of
-    similar members lie close together.
-    """
+    """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector); power iteration needs ten times the products."""
     basis: list[Tensor] = []
     alphas: list[float] = []
     betas: list[float] = []

@@ -109,10 +109,7 @@ def standardised_batches(
     shuffle: bool = False,
     augment: Callable[..., Any] | None = None,
 ) -> Batches:
-    """(x, y) batches in float32; images are augmented, then standardised. Random numbers come from torch's generator.
-
-    A training checkpoint stores that generator's state, so a stopped run continues with the same batches.
-    """
+    """(x, y) batches in float32; images are augmented, then standardised, by torch's generator, which checkpoints save."""
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
     if rows.x.ndim == 4:

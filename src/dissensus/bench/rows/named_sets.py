@@ -53,10 +53,7 @@ def line_geometry(
     position: Callable[[Tensor], Tensor] = lambda x: x,
     points: int = 401,
 ) -> Geometry:
-    """A Geometry on a line with the regions "at_data" (the intervals with data), "between" and "outside" them.
-
-    `inputs` turns positions (n, 1) into the network's inputs, `position` turns them back.
-    """
+    """A Geometry on a line, "at_data" in the intervals; `inputs` turns positions (n, 1) into inputs, `position` back."""
     where = torch.linspace(*window, points)
     at_data = torch.stack([(where >= low) & (where <= high) for low, high in intervals]).any(0)
     outside = (where < intervals[0][0]) | (where > intervals[-1][1])

@@ -170,8 +170,7 @@ def _read_npz(asked: DataRequest, learn: RowConverter, name: str, labelled: bool
 def folder_rows(
     asked: DataRequest, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
 ) -> DatasetRows:
-    """Rows from images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS
-    are optional."""
+    """Rows of images in PATH/train/CLASS and test/CLASS; optional: validation/CLASS, ood/SET and shift/SET/CLASS."""
     root = asked.path(path)
     read = partial(image_folder, size=size, channels=channels)
     train = read(root / "train")

@@ -291,8 +291,7 @@ def parse_value(text: str) -> Any:
 
 
 def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
-    """`base` overridden by `over`, tables merged key by key. If `over` names another network or data set, settings of the
-    earlier one are dropped."""
+    """`base` overridden by `over`, key by key; another network or data set drops the settings of the earlier one."""
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         if key in ("network", "data") and _has_other_name(result.get(key), value):
