@@ -69,10 +69,13 @@ def locate(name: str, split: str, *, folder: Folder = None, verify: bool = False
                 if not all(path.is_file() for path in paths):
                     continue
                 shared = sub == "." and variant.reader in SHARED_NAMES
-                if shared and not all(map(_matches_checksum, paths, variant.files)):
+                pairs = list(zip(paths, variant.files, strict=True))
+                if shared and not all(p.stat().st_size == f.bytes and sha256(p) == f.sha256 for p, f in pairs):
                     continue
-                if verify:
-                    _check_checksums(paths, variant.files)
+                for path, file in pairs if verify else ():
+                    if (found := sha256(path)) != file.sha256:
+                        wanted = file.sha256 or "as published, but none is published: pass verify=False"
+                        raise ValueError(f"expected {path} with sha256 {wanted}, got {found}; download the file again")
                 return variant, paths
     raise FileNotFoundError(_missing_message(name, split, root, variants))
 
@@ -91,17 +94,6 @@ def find_place(folder: Folder, places: Sequence[str], what: str) -> Path:
             return path
     got = NO_FOLDER if root is None else f"none of them in {root}"
     raise FileNotFoundError(f"expected {what} as one of {', '.join(places)}, got {got}; put it there, or pass folder=")
-
-
-def _matches_checksum(path: Path, file: SourceFile) -> bool:
-    return path.stat().st_size == file.bytes and sha256(path) == file.sha256
-
-
-def _check_checksums(paths: list[Path], files: tuple[SourceFile, ...]) -> None:
-    for path, file in zip(paths, files, strict=True):
-        if (found := sha256(path)) != file.sha256:
-            wanted = file.sha256 or "as published, but none is published: pass verify=False"
-            raise ValueError(f"expected {path} with sha256 {wanted}, got {found}; download the file again")
 
 
 def sha256(path: Path) -> str:

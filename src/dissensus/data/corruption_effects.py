@@ -69,14 +69,7 @@ def gaussian_blur(images: Tensor, draws: Draws, sigma: float) -> Tensor:
 
 def defocus_blur(images: Tensor, draws: Draws, radius: float, softness: float) -> Tensor:
     """(B, C, H, W): correlation with a softened disk; the image is mirrored at the border without its edge pixel."""
-    height, width = images.shape[-2:]
-    kernel = disk(radius, softness)
-    reach = kernel.shape[0] // 2
-    filled = F.pad(images, (reach,) * 4, mode="reflect")
-    blurred = torch.zeros_like(images)
-    for row, column in (kernel > 1e-9).nonzero().tolist():
-        blurred.add_(filled[..., row : row + height, column : column + width], alpha=kernel[row, column].item())
-    return blurred
+    return _correlate(images, disk(radius, softness), border="reflect")
 
 
 def disk(radius: float, softness: float) -> Tensor:
@@ -245,16 +238,13 @@ def ice(draws: Draws, height: int, width: int) -> Tensor:
     scale = min(height, width) / 32
     thin, broad = 3 * scale, 5 * scale
     # A blur k reduces the variance of white noise from 1 to Σk²; the factor 1/√Σk² restores it.
-    crystal = trail(crystal, 360 * draws.uniform(2), 2 * thin, thin) * one_sided_gain(thin)
+    # Of kᵢ ∝ exp(−i²/2σ²), i = 0, 1, …, sums are taken as integrals plus half the first term.
+    gain = (thin * math.sqrt(math.pi / 2) + 0.5) / math.sqrt(thin * math.sqrt(math.pi) / 2 + 0.5)
+    crystal = trail(crystal, 360 * draws.uniform(2), 2 * thin, thin) * gain
     patch = gaussian_smooth(patch, broad) * (2 * math.sqrt(math.pi) * broad)
     texture = math.sqrt(0.48) * speckle + math.sqrt(0.2) * crystal + math.sqrt(0.12) * patch
     levels = kind[:, :3, None, None] + kind[:, 3, None, None, None] * texture
     return from_levels(levels).clamp(0, 1)
-
-
-def one_sided_gain(sigma: float) -> float:
-    """1/√Σk² of the kernel kᵢ ∝ exp(−i²/2σ²), i = 0, 1, …, its sums taken as integrals plus half the first term."""
-    return (sigma * math.sqrt(math.pi / 2) + 0.5) / math.sqrt(sigma * math.sqrt(math.pi) / 2 + 0.5)
 
 
 WATER = (175 / 255, 238 / 255, 238 / 255)  # pale turquoise
@@ -289,7 +279,7 @@ def water(layer: Tensor) -> Tensor:
     distance = chamfer_distance(canny(layer, 50, 150), limit=20)
     distance = _mean3(distance).floor()
     relief = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
-    relief = _correlate_3x3(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
+    relief = _correlate(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
     shine = layer * _mean3(relief).round()
     largest = shine.amax((1, 2), keepdim=True)
     return torch.where(largest > 0, shine / largest, 0.0)
@@ -305,7 +295,7 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
     loses; on diagonals both lose.
     """
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
-    dx, dy = _correlate_3x3(images, sobel, border="replicate"), _correlate_3x3(images, sobel.T, border="replicate")
+    dx, dy = _correlate(images, sobel, border="replicate"), _correlate(images, sobel.T, border="replicate")
     size = dx.abs() + dy.abs()
     neighbour = {(i, j): _shift_image(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
     # tan 22.5° in fifteen-bit fixed point; tan 67.5° = tan 22.5° + 2
@@ -379,16 +369,16 @@ def _colour(rgb: tuple[float, float, float], images: Tensor) -> Tensor:
 
 def _mean3(images: Tensor) -> Tensor:
     """(B, H, W): mean of 3×3 pixels, mirrored at the border without the edge pixel."""
-    return quotient(_correlate_3x3(images, torch.ones(3, 3), border="reflect"), 9)
+    return quotient(_correlate(images, torch.ones(3, 3), border="reflect"), 9)
 
 
-def _correlate_3x3(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
-    """(B, H, W): correlation with a 3×3 kernel."""
+def _correlate(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
+    """(…, H, W): correlation with a kernel (K, K), K odd; entries of at most 1e-9 are left out."""
     height, width = images.shape[-2:]
-    filled = F.pad(images[:, None], (1, 1, 1, 1), mode=border)[:, 0]
+    filled = F.pad(images, (kernel.shape[0] // 2,) * 4, mode=border)
     result = torch.zeros_like(images)
-    for row, column in kernel.nonzero().tolist():
-        result.add_(filled[:, row : row + height, column : column + width], alpha=kernel[row, column].item())
+    for row, column in (kernel.abs() > 1e-9).nonzero().tolist():
+        result.add_(filled[..., row : row + height, column : column + width], alpha=kernel[row, column].item())
     return result
 
 

@@ -89,8 +89,7 @@ def x_sin_x(points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torc
     integer("points", points)
     generator = _seeded_generator(seed)
     x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
-    y = x * x.sin() + noise * _normal(x.shape, generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, x * x.sin(), noise, generator, dtype)
 
 
 def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
@@ -98,8 +97,7 @@ def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dt
     integer("count", count)
     generator = _seeded_generator(seed)
     x = _uniform((count, 1), -4.0, 4.0, generator)
-    y = x**3 + noise * _normal(x.shape, generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, x**3, noise, generator, dtype)
 
 
 def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
@@ -111,8 +109,7 @@ def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: tor
     generator = _seeded_generator(seed)
     right = torch.linspace(1.0, 3.0, count, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), right])
-    y = x**3 + noise * _normal(x.shape, generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, x**3, noise, generator, dtype)
 
 
 def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
@@ -125,8 +122,7 @@ def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dty
     right = torch.linspace(1.5, 2.5, points, dtype=torch.float64)[:, None]
     top = torch.linspace(-0.5, 0.5, 2 * points - 1, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), top, right])
-    y = torch.where(x.abs() < 1, 1.0, -1.0) + noise * _normal(x.shape, _seeded_generator(seed))
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, torch.where(x.abs() < 1, 1.0, -1.0), noise, _seeded_generator(seed), dtype)
 
 
 def gaussian_process(
@@ -152,8 +148,7 @@ def gaussian_process(
     kernel = torch.exp(-0.5 * ((x - x.T) / lengthscale) ** 2)
     # float64 and a jitter of 1e-9 on the unit diagonal: the kernel of near points is singular to working precision
     factor = torch.linalg.cholesky(kernel + 1e-9 * torch.eye(count, dtype=torch.float64))
-    y = amplitude * factor @ _normal((count, 1), generator) + noise * _normal((count, 1), generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, amplitude * factor @ _normal((count, 1), generator), noise, generator, dtype)
 
 
 def regression_points() -> Tensor:
@@ -183,6 +178,11 @@ def _seeded_generator(seed: int) -> torch.Generator:
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def _add_noise(x: Tensor, clean: Tensor, noise: float, generator: torch.Generator, dtype: torch.dtype) -> Points:
+    """(x, clean targets + noise · N(0, 1)) in this dtype."""
+    return x.to(dtype), (clean + noise * _normal(x.shape, generator)).to(dtype)
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:

@@ -102,12 +102,6 @@ def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = 
     return found
 
 
-def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
-    """ece_union: ECE of test and OOD inputs together; every answer to an OOD input is wrong. prevalence: share of OOD."""
-    inside, outside = test.predictive.mean, ood.predictive.mean
-    return {"ece_union": float(metrics.union_ece(inside, test.labels, outside, prevalence=prevalence))}
-
-
 CLASSIFICATION = MetricFunctions("classification", class_metrics, class_arrays, class_scores, class_members)
 
 

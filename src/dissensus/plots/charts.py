@@ -54,13 +54,8 @@ POWER = FuncFormatter(lambda value, _: f"10{str(round(np.log10(value))).translat
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Name -> colour, in order; the first ones differ most. Names beyond the palette get darker shades of it."""
     rounds = [divmod(i, len(PALETTE)) for i in range(len(names))]
-    return {name: darken(PALETTE[i], 0.55**turn) for name, (turn, i) in zip(names, rounds, strict=True)}
-
-
-def darken(colour: str, share: float) -> str:
-    """A colour with this share of its brightness."""
-    red, green, blue = to_rgb(colour)
-    return to_hex((share * red, share * green, share * blue))
+    shades = [to_hex([0.55**turn * part for part in to_rgb(PALETTE[i])]) for turn, i in rounds]
+    return dict(zip(names, shades, strict=True))
 
 
 class Curve(NamedTuple):

@@ -29,7 +29,11 @@ def piecewise_linear_moments(a: Tensor, b: Tensor, c: Tensor, negative_slope: fl
     """(C, D) of φ(z) = max(z, 0) + slope·min(z, 0); Z = C, since z φ'(z) = φ(z) (Cho & Saul 2009)."""
     low, high = min(float(a.min()), float(b.min())), max(float(a.max()), float(b.max()))
     usual = low >= math.sqrt(torch.finfo(c.dtype).tiny) and high <= math.sqrt(torch.finfo(c.dtype).max)
-    scale = (a * b).sqrt_() if usual else _geometric_mean(a, b)  # of equal a and b exactly a
+    if usual:
+        scale = (a * b).sqrt_()  # of equal a and b exactly a
+    else:  # without ab, which may leave the range of floats
+        most = torch.maximum(a, b)
+        scale = most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, 1.0)).sqrt()
     some = None if usual else scale > 0
     angle = (c / (scale if some is None else scale.where(some, 1.0))).clamp_(-1, 1).acos_()
     # G = (π − θ)/2π, F = √(ab) sin θ/2π + G c, and of −c they are ½ − G and F − c/2
@@ -43,12 +47,6 @@ def piecewise_linear_moments(a: Tensor, b: Tensor, c: Tensor, negative_slope: fl
     mean = (1 + negative_slope) / 2
     at_zero = torch.where(a > 0, mean, negative_slope) * torch.where(b > 0, mean, negative_slope)
     return value.where(some, 0.0), slope.where(some, at_zero.to(slope.dtype))
-
-
-def _geometric_mean(a: Tensor, b: Tensor) -> Tensor:
-    """√(ab) without ab, which may leave the range of floats."""
-    most = torch.maximum(a, b)
-    return most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, 1.0)).sqrt()
 
 
 def erf_moments(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -159,12 +159,11 @@ def npz_rows(asked: DataRequest, train_file: str, test_file: str, classes: int |
     """Rows from arrays x, y (or images, labels) in .npz files. classes: their number, if training rows lack the last class."""
     names = None if classes is None else [*map(str, range(classes))]
     learn = RowConverter(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
-    read = partial(_read_npz, asked, learn)
+
+    def read(name: str, labelled: bool) -> TaskRows:
+        return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
+
     return DatasetRows(learn.train, read(test_file, True), learn.classes, read_file=read, sorted=True)
-
-
-def _read_npz(asked: DataRequest, learn: RowConverter, name: str, labelled: bool) -> TaskRows:
-    return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
 
 
 def folder_rows(
