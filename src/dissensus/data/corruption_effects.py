@@ -110,10 +110,7 @@ def motion_blur(images: Tensor, draws: Draws, radius: float, sigma: float) -> Te
 
 
 def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
-    """(B, C, H, W): one-sided Gaussian mean along a line at `angle` (B,) degrees, the edge pixels repeated.
-
-    y(p) = Σᵢ kᵢ x(p + ⌈i·(sin, cos) − ½⌉), kᵢ ∝ exp(−i²/2σ²), i = 0 … 2⌈radius⌉, which is ImageMagick's motion blur.
-    """
+    """(B, C, H, W): ImageMagick's motion blur at `angle` (B,) degrees: Σᵢ kᵢ x(p + ⌈i·(sin, cos) − ½⌉), kᵢ ∝ exp(−i²/2σ²)."""
     height, width = images.shape[-2:]
     steps = torch.arange(2 * math.ceil(radius) + 1, dtype=torch.float64)
     kernel = torch.exp(-0.5 * (steps / sigma) ** 2)
@@ -339,10 +336,7 @@ def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
 
 
 def equalise_histogram(images: Tensor) -> Tensor:
-    """(B, H, W): histogram equalisation of eight-bit images.
-
-    Level l becomes round(255·(n(l) − n₀)/(n − n₀)): n(l) pixels have at most level l, n₀ the darkest level, n are all.
-    """
+    """(B, H, W): level l becomes round(255·(n(l) − n₀)/(n − n₀)), n(l) pixels up to it, n₀ of the darkest."""
     pixels = images.flatten(1).long()  # (B, n)
     counts = torch.zeros(len(images), 256, device=images.device, dtype=torch.float64)
     counts.scatter_add_(1, pixels, torch.ones_like(pixels, dtype=torch.float64))
@@ -538,10 +532,7 @@ def _shift_right(numbers: Tensor, places: int) -> Tensor:
 
 
 def _halve_chroma(chroma: Tensor) -> Tensor:
-    """(B, 2, ⌈H/2⌉, a multiple of 8): means of 2×2 pixels, halves rounded up in odd columns, quarters in even ones.
-
-    libjpeg repeats the last column before halving, but the last row after it (one row before, if H is odd).
-    """
+    """(B, 2, ⌈H/2⌉, a multiple of 8): means of 2×2 pixels, the last column repeated; the bias alternates by column."""
     height, width = chroma.shape[-2:]
     filled = F.pad(chroma, (0, -width % 16, 0, height % 2), mode="replicate")
     total = filled[..., ::2, ::2] + filled[..., ::2, 1::2] + filled[..., 1::2, ::2] + filled[..., 1::2, 1::2]

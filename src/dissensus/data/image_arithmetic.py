@@ -94,8 +94,7 @@ def gaussian_smooth(images: Tensor, sigma: float, *, truncate: float = 4.0, symm
 
 @functools.lru_cache(maxsize=64)
 def gaussian_matrix(size: int, sigma: float, truncate: float = 4.0, symmetric: bool = False) -> Tensor:
-    """(size, size): normalised exp(−k²/2σ²), |k| ≤ ⌊truncate·σ + ½⌋; beyond the border the edge pixel is repeated,
-    or, when symmetric, the image is mirrored with its edge pixel (…b a | a b…)."""
+    """(size, size): normalised exp(−k²/2σ²); beyond the border the edge pixel, or (`symmetric`) the mirrored image."""
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return torch.eye(size, dtype=torch.float64)

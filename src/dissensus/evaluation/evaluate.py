@@ -186,11 +186,7 @@ def evaluate_predictions(
     temperature: float = 1.0,
     promises: Promises | None = None,
 ) -> Evaluation:
-    """The Evaluation of given predictions: the part of `evaluate` after the networks have run.
-
-    prevalence: the share of foreign inputs to which aupr_adjusted and ece_union are reweighted. temperature: the
-    predictions' temperature, recorded if it is not 1. promises: the promises behind `Predictions.promised`.
-    """
+    """The Evaluation of given predictions; prevalence: share of foreign inputs in aupr_adjusted and ece_union."""
     part = metric_functions(test)
     classes = part is row_metrics.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)

@@ -1,6 +1,5 @@
 """Do members differ, and have chains converged? Distances between members, now or over training, and R̂ of predictions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,22 +117,11 @@ class DistancesOverTraining:
     Args:
         posterior, x, y: as in `member_distances`.
         every: epochs between two measurements, k.
-        tell: function called with (epochs done, distances) after each measurement; None calls nothing.
     """
 
-    def __init__(
-        self,
-        posterior: Posterior,
-        x: Inputs,
-        y: Tensor,
-        *,
-        every: int = 1,
-        tell: Callable[[int, MemberDistances], object] | None = None,
-    ) -> None:
-        self.posterior = posterior
-        self.x, self.y = x, y
+    def __init__(self, posterior: Posterior, x: Inputs, y: Tensor, *, every: int = 1) -> None:
+        self.posterior, self.x, self.y = posterior, x, y
         self.every = integer("every", every)
-        self.tell = tell
         self.epochs: list[int] = []
         self.distances: list[MemberDistances] = []
 
@@ -147,8 +135,6 @@ class DistancesOverTraining:
         found = member_distances(self.posterior, self.x, self.y)
         self.epochs.append(epochs_done)
         self.distances.append(found)
-        if self.tell is not None:
-            self.tell(epochs_done, found)
         return found
 
 

@@ -126,24 +126,19 @@ def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
     return found | rows | {"test/nll": nll}
 
 
-def multilabel_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """OOD scores, summed over labels: name -> (N,) float64."""
-    return {name: score.sum(1) for name, score in class_scores(_per_label(predictions)).items()}
-
-
-def multilabel_members(predictions: Predictions) -> dict[str, float]:
-    """NLL of the members, alone and together; empty for a single member."""
-    log_prob = predictions.predictive.member_log_prob
-    return {} if predictions.members == 1 else _member_nll(log_prob(predictions.targets))
-
-
 def _per_label(predictions: Predictions) -> Predictions:
     """The labels as classifications into absent and present, (N, 2, L); targets between 0 and 1 are rounded."""
     rounded = (predictions.targets > 0.5).long()
     return replace(predictions, predictive=predictions.predictive.per_label, targets=rounded)
 
 
-MULTILABEL = MetricFunctions("multilabel", multilabel_metrics, multilabel_arrays, multilabel_scores, multilabel_members)
+MULTILABEL = MetricFunctions(
+    "multilabel",
+    multilabel_metrics,
+    multilabel_arrays,
+    lambda given: {name: score.sum(1) for name, score in class_scores(_per_label(given)).items()},  # over labels
+    lambda given: {} if given.members == 1 else _member_nll(given.predictive.member_log_prob(given.targets)),
+)
 
 
 LEVEL = 0.9
@@ -178,11 +173,6 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
         "test/cumulative": predictive.cdf(y),
         **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
     }
-
-
-def regression_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """OOD scores: name -> (N,) float64, higher = more foreign; variances summed over outputs."""
-    return {name: function(predictions.predictive) for name, function in VALUE_UNCERTAINTY.items()}
 
 
 def regression_members(predictions: Predictions) -> dict[str, float]:
@@ -244,4 +234,10 @@ def _output_means(values: Tensor) -> Tensor:
     return values.double().reshape(len(values), -1).mean(1)
 
 
-REGRESSION = MetricFunctions("regression", regression_metrics, regression_arrays, regression_scores, regression_members)
+REGRESSION = MetricFunctions(
+    "regression",
+    regression_metrics,
+    regression_arrays,
+    lambda given: {name: function(given.predictive) for name, function in VALUE_UNCERTAINTY.items()},
+    regression_members,
+)

@@ -264,10 +264,7 @@ PairOfWeights = tuple[Tensor, Tensor] | None
 
 
 class RankedCounts(NamedTuple):
-    """Counts in order of decreasing score, the sufficient statistics of all OOD metrics. Leading axes are resamples.
-
-    Exact metrics count at the distinct scores, `streaming.ScoreHistogram` in bins, bootstraps as often as an input was drawn.
-    """
+    """Counts in order of decreasing score, the sufficient statistics of all OOD metrics. Leading axes are resamples."""
 
     in_counts: Tensor  # (..., K) in-distribution inputs at the k-th highest score
     ood_counts: Tensor  # (..., K) OOD inputs there
@@ -304,12 +301,7 @@ class RankedCounts(NamedTuple):
         return (share * self.precision(prevalence)).sum(-1)
 
     def fpr(self, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
-        """(...) share of in-distribution inputs flagged at the threshold that flags a share `recall` of OOD inputs.
-
-        "at_least": the highest threshold with at least that recall. "nearest": the threshold with the nearest recall,
-        above or below, as in the released anomaly-segmentation code. If several thresholds have that recall, the lowest is
-        taken; at full recall the highest.
-        """
+        """(...) share of in-distribution inputs flagged where a share `recall` of OOD inputs is; `rule` as in `fpr95`."""
         one_of("rule", rule, ("at_least", "nearest"))
         fraction("recall", recall)
         fpr, reached = self.rates()
@@ -324,10 +316,7 @@ class RankedCounts(NamedTuple):
 
 
 def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = None) -> tuple[Tensor, RankedCounts]:
-    """(K,) distinct scores, highest first, and their RankedCounts, from two flat tensors of one dtype.
-
-    weights: how often each input counts; None counts each once.
-    """
+    """(K,) distinct scores, highest first, and their RankedCounts; weights: how often each input counts, None: once."""
     thresholds, group = torch.unique(torch.cat([score_in, score_ood]), return_inverse=True)
     group = len(thresholds) - 1 - group  # highest first
     groups = group[: len(score_in)], group[len(score_in) :]

@@ -88,10 +88,7 @@ TAIL = 2e-5
 def coefficients(
     function: Callable[[Tensor], Tensor], variance: Tensor, factors: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., V, n) coefficients of φ(vz), v φ'(vz) and z φ'(vz) in the Hermite polynomials of z/√variance, for V factors v.
-
-    `weights`: the factors' probabilities, used to judge whether the function is smooth enough.
-    """
+    """(..., V, n) Hermite coefficients of φ(vz), v φ'(vz) and z φ'(vz), for V factors v with these probabilities."""
     nodes, basis = (each.to(variance.device) for each in hermite_basis(ORDER))
     z = variance.clamp(min=0).sqrt()[..., None, None] * nodes  # (..., 1, n)
     at = (factors[:, None] * z).detach().requires_grad_()  # (..., V, n)

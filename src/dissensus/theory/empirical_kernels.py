@@ -388,19 +388,16 @@ def ensemble_blocks(
     def gradients(params: Params, others: Params, x: Tensor) -> list[Tensor]:
         return output_gradients(lambda p, one: function({**others, **p}, one[None]).reshape(-1), params, x)
 
-    left = [gradients(weights, {**each[m], **constant[m]}, x1) for m in range(members)]
-    right = left
-    if x2 is not None:
-        right = [gradients(weights, {**each[m], **constant[m]}, second) for m in range(members)]
+    def both_gradients(params: Params, others: Params) -> tuple[list[Tensor], list[Tensor]]:
+        one = gradients(params, others, x1)
+        return one, one if x2 is None else gradients(params, others, second)
+
+    left, right = zip(*(both_gradients(weights, {**a, **b}) for a, b in zip(each, constant, strict=True)), strict=True)
     theta = torch.stack([torch.stack([contract(one, two).permute(0, 2, 1, 3) for two in right]) for one in left])
     if not own:
         return EnsembleBlocks(theta, torch.zeros_like(theta[0]))
-    inner = []
-    for m in range(members):
-        one = gradients(each[m], {**weights, **constant[m]}, x1)
-        two = one if x2 is None else gradients(each[m], {**weights, **constant[m]}, second)
-        inner.append(contract(one, two).permute(0, 2, 1, 3))
-    return EnsembleBlocks(theta, torch.stack(inner))
+    pairs = (both_gradients(a, {**weights, **b}) for a, b in zip(each, constant, strict=True))
+    return EnsembleBlocks(theta, torch.stack([contract(*pair).permute(0, 2, 1, 3) for pair in pairs]))
 
 
 def posterior_blocks(

@@ -11,10 +11,8 @@ narrowest hidden layer. Above 0.075 (fewer than about 13 nodes per other member)
 was set on the cells of the task `embedded-width` and tested on other data (docs/reference/details/embedded.md).
 
 The correlation comes from the recursion of `embedded_kernels`, with the moments of the actual factors, for a chain of ReLU
-layers, one input and random weights without biases: K_k ← 2 m_k C_k, Θ_k ← m_k (C_k + 2 D_k Θ_k), k = same, different members.
-Pooling, parallel branches and unknown layers may bring members nearer together than a chain would. There both extremes are
-followed: members as near as the chain says (or uncorrelated, after activations other than ReLU), and members that are equal.
-If the two results differ, the answer is unknown.
+layers: K_k ← 2 m_k C_k, Θ_k ← m_k (C_k + 2 D_k Θ_k), k = same, different members. Where other layers may bring members nearer
+together, both extremes are followed, the chain's and equal members; if their results differ, the answer is unknown.
 
 The largest stable rate comes from the largest eigenvalue of the whole tangent kernel over members × examples × outputs,
 

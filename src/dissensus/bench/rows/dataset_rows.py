@@ -62,8 +62,7 @@ def find_file(name: str, folders: Sequence[Path], what: str = "") -> Path:
 
 
 class DatasetRows(NamedTuple):
-    """The rows of a data set for training. `validation`: None if the set has no validation rows; `ood`, `shift`: sets that
-    come with it, for a segmentation the foreign pixels of its test rows."""
+    """The rows of a data set for training, and sets that come with it; validation is None if it has none."""
 
     train: TaskRows
     test: TaskRows

@@ -273,10 +273,7 @@ def read_table(path: Path) -> Any:
 
 
 def uci_rows(asked: DataRequest, set: str, split: int = 0, inner: float = 0.0) -> DatasetRows:
-    """One of the standard splits of a folder in the layout of UCI_Datasets, in original units and float64.
-
-    inner: a share of the training rows replaces the test rows, to choose settings without using the test rows.
-    """
+    """A split of a folder in the layout of UCI_Datasets; inner: share of training rows that replaces the test rows."""
     if set in REGRESSION_SETS:
         found = uci_regression(set, split, folder=asked.folder, dtype=torch.float64)
     else:
