@@ -73,10 +73,7 @@ def defocus_blur(images: Tensor, draws: Draws, radius: float, softness: float) -
 
 
 def disk(radius: float, softness: float) -> Tensor:
-    """(K, K) float32: the pixels within `radius` of the middle one, weighted equally, the rim softened.
-
-    A Gaussian of standard deviation `softness` over 3×3 pixels (5×5 beyond a radius of 8) softens it.
-    """
+    """(K, K) float32: equal weights within `radius`; a Gaussian of deviation `softness` over 3×3 or 5×5 softens the rim."""
     rim = 1 if radius <= 8 else 2
     reach = math.floor(radius) + rim
     axis = torch.arange(-reach, reach + 1)
@@ -283,13 +280,9 @@ def water(layer: Tensor) -> Tensor:
 
 
 def canny(images: Tensor, low: float, high: float) -> Tensor:
-    """(B, H, W) bool: Canny edges of eight-bit images.
+    """(B, H, W) bool: Canny edges of eight-bit images: ridges of |dx| + |dy| above `low`, joined to one above `high`.
 
-    Sobel slopes of size |dx| + |dy|, thinned to ridges. Ridge pixels above `low` are kept if a path of such pixels
-    connects them, through any of the eight neighbours, to a pixel above `high`.
-
-    Ridges are compared along the nearest of four directions. OpenCV's rules decide ties: the pixel to the right or below
-    loses; on diagonals both lose.
+    Ridges are compared along the nearest of four directions; OpenCV's rules decide ties.
     """
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
     dx, dy = _correlate(images, sobel, border="replicate"), _correlate(images, sobel.T, border="replicate")

@@ -1,10 +1,8 @@
 """Segmentation sets: read from folders or by name, with some classes made unknown, with weights for rare classes.
 
-CamVid, StreetHazards and BDD-Anomaly are read from their unpacked archives; nothing is downloaded. CamVid's layout is that of
-the SegNet tutorial. The other two were checked against the code of Hendrycks, Basart, Mazeika, Zou, Kwon, Mostajabi,
-Steinhardt & Song, "Scaling Out-of-Distribution Detection for Real-World Settings", ICML 2022
-(github.com/hendrycks/anomaly-seg): folders, class numbers, and how images are split. They were tested on small folders made
-by tests, not on the archives themselves.
+CamVid's layout is that of the SegNet tutorial. Folders, class numbers and splits of StreetHazards and BDD-Anomaly were checked
+against the code of Hendrycks et al., "Scaling Out-of-Distribution Detection for Real-World Settings", ICML 2022, not on the
+archives themselves. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ OOD scores are higher for more OOD inputs. They are computed from log-probabilit
 −log max p is computed from the other classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident
 inputs do not tie. Use them rather than probabilities: a float32 softmax saturates at 1, which makes ties.
 
-Every OOD metric takes (score_in, score_ood), any shapes; OOD is the positive class. Thresholds are distinct scores, so ties
-are handled exactly. weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a
-bootstrap; the result then has the leading axes. None counts every input once.
+OOD is the positive class. Thresholds are distinct scores, so ties are handled exactly.
 
 Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any
 per-example loss, for example 0/1 errors. Each example counts with the mean loss of all examples of equal confidence, which is
@@ -142,7 +140,8 @@ class RocCurve(NamedTuple):
 def roc_curve(score_in: Tensor, score_ood: Tensor) -> RocCurve:
     """RocCurve with one point per distinct score; scores as in `auroc`."""
     thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
-    return RocCurve(*(_prepend(0.0, rate) for rate in counts.rates()), _prepend(math.inf, thresholds))
+    fpr, tpr = (_prepend(0.0, rate) for rate in counts.rates())
+    return RocCurve(fpr, tpr, _prepend(math.inf, thresholds))
 
 
 class PrecisionRecallCurve(NamedTuple):

@@ -88,7 +88,8 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
         whole = [name for name in order if name in layers]
         through = unavoidable_layers(network, whole, seen)
     known = not any(_has_unknown_weights(part) for part in parts.values())
-    opaque = any(_is_activation(part) and not isinstance(part, nn.ReLU) for part in parts.values())
+    named = nn.modules.activation.__name__, (*READERS, nn.ReLU)
+    opaque = any(type(part).__module__ == named[0] and not isinstance(part, named[1]) for part in parts.values())
     # A custom forward may pool without a layer; an nn.Sequential cannot.
     written = any(list(part.children()) and not isinstance(part, nn.Sequential) for part in parts.values())
     pools = any(type(part).__module__ == nn.modules.pooling.__name__ for part in parts.values())
@@ -201,10 +202,6 @@ def _has_unknown_weights(part: nn.Module) -> bool:
     """Whether the layer has weights with unknown effect: attention, recurrent layers, embeddings."""
     own = not isinstance(part, (*CONVERTIBLE, *NORMS)) and not list(part.children()) and bool(list(part.parameters()))
     return own or isinstance(part, READERS)
-
-
-def _is_activation(part: nn.Module) -> bool:
-    return type(part).__module__ == nn.modules.activation.__name__ and not isinstance(part, READERS)
 
 
 def _relu(c: float) -> tuple[float, float]:
@@ -322,10 +319,7 @@ def largest_rate(outputs: MemberOutputs, y: Tensor | None = None) -> float | Non
 
 
 def overlap(outputs: MemberOutputs) -> float:
-    """Kernel overlap between members: Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes.
-
-    0 for independent members, 1 for equal ones; NaN if no shared tensor affects the outputs.
-    """
+    """Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα by random probes: 0 if independent, 1 if equal, NaN if none is shared."""
     members = outputs.particles.members
     shared = {name: outputs.tensors[name] for name in outputs.shared}
     if members == 1 or not shared:

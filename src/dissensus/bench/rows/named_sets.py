@@ -184,6 +184,10 @@ def _image_rows(name: str, folder: Root) -> DatasetRows:
     return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
 
 
+def _test_images(name: str, folder: Root) -> TaskRows:
+    return _task_rows(image_set(name, "test", folder=folder))
+
+
 def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
 
@@ -335,7 +339,7 @@ FOREIGN: dict[str, Callable[[Root], TaskRows]] = {
     "fashion": lambda folder: _task_rows(fashion()),
     "digits": lambda folder: _task_rows(digits()[1]),
     "far_ring": _far_ring,
-    **{name: lambda folder, name=name: _task_rows(image_set(name, "test", folder=folder)) for name in CATALOGUE},
+    **{name: partial(_test_images, name) for name in CATALOGUE},
 }
 SHIFTED: dict[str, Callable[..., TaskRows]] = {
     "gap": _x_sin_x_gap,

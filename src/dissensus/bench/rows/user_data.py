@@ -41,7 +41,10 @@ class RowConverter:
                 self.levels = sorted(set(values.tolist()) if classes is None else classes)
                 self.classes = tuple(map(str, self.levels))
             else:
-                self.classes = tuple(map(str, classes if classes is not None else range(_class_count(values, what))))
+                if classes is None and not values.size:
+                    raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
+                count = int(values.max()) + 1 if classes is None and values.dtype.kind in "iu" else 0
+                self.classes = tuple(map(str, range(count) if classes is None else classes))
         self.train = self.rows((x, y), what)
 
     def rows(self, given: Any, what: str, *, labelled: bool = True) -> TaskRows:
@@ -88,12 +91,6 @@ class RowConverter:
             known = f"the training classes ({', '.join(self.classes)})"
             raise ValueError(f"expected {known} in {what}, got {strange[0]!r} too; train on it too, or remove its rows")
         return torch.tensor([place[value] for value in values.tolist()], dtype=torch.int64)
-
-
-def _class_count(labels: np.ndarray, what: str) -> int:
-    if not labels.size:
-        raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
-    return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
 
 def _inputs(x: Any, what: str) -> Tensor:
