@@ -25,7 +25,7 @@ from dissensus.data.file_formats import (
     read_mat,
     read_npz,
 )
-from dissensus.data.toy import regression_points
+from dissensus.data.toy import three_clusters
 from refusals import refuses
 from thinning import often
 
@@ -405,10 +405,9 @@ def test_fashion_is_a_hundred_images_of_each_class():
 
 
 def test_regression_points_lie_in_three_clusters():
-    points = regression_points()
-    assert points.shape == (400, 2)
-    assert points.dtype == torch.float64
-    x, y = points.T
+    features, y = three_clusters(dtype=torch.float64)
+    assert features.shape == (400, 2)
+    x = 2 * features[:, 0]
     inside = [((x >= low) & (x <= low + 2.4)).sum() for low in (-7.2, -1.2, 4.8)]
     assert sum(inside) == 400
     assert min(inside) > 100

@@ -151,17 +151,12 @@ def gaussian_process(
     return _add_noise(x, amplitude * factor @ _normal((count, 1), generator), noise, generator, dtype)
 
 
-def regression_points() -> Tensor:
-    """(400, 2) float64 rows (x, y) of the regression in three clusters used for subspace inference."""
-    return torch.from_numpy(np.load(open_embedded("regression_400x2.npy"), allow_pickle=False))
-
-
 def three_clusters(*, dtype: torch.dtype = torch.float32) -> Points:
     """Regression with three clusters of inputs and gaps between them: features x (400, 2) and targets y (400, 1).
 
     The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning". The points are fixed: there is no seed.
     """
-    points = regression_points()
+    points = torch.from_numpy(np.load(open_embedded("regression_400x2.npy"), allow_pickle=False))
     return quadratic_features(points[:, :1]).to(dtype), points[:, 1:].to(dtype)
 
 

@@ -71,14 +71,7 @@ class Corruptions:
         return known[self.names] if isinstance(self.names, str) else tuple(self.names)
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
-        """Corrupts images x (B, C, H, W); returns them in the units of x.
-
-        Args:
-            x: images as the loader gives them.
-            name: name of the corruption.
-            severity: 1 to 5.
-            index: (B,) positions of the images in the data set; they seed the noise.
-        """
+        """Corrupts images x (B, C, H, W) of the loader, in their units; index: (B,) their positions, which seed the noise."""
         if self.standardiser is None:
             return corruptions.corrupt(x, name, severity, seed=self.seed, index=index)
         pixels = self.standardiser.inverse(x)
