@@ -152,14 +152,6 @@ def test_a_callback_keeps_every_kth_epoch_and_training_is_the_same():
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
 
 
-def test_what_was_seen_is_told():
-    posterior, (x, y) = ensemble(mlp, 2), points()
-    told = []
-    record = DistancesOverTraining(posterior, x, y, tell=lambda *seen: told.append(seen))
-    record.measure(0)
-    assert told == [(0, record.distances[0])]
-
-
 def test_single_networks_and_wrong_types_are_errors():
     x, y = points()
     refuses(lambda: member_distances(ds.MAP(mlp()).double(), x, y), "several stored members, got MAP with one")

@@ -172,15 +172,12 @@ def drawn(seed=0, **given):
     return theory.EmbeddedNetwork.draw(5, **(defaults | given), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_signals_and_gradients_give_the_same_blocks(activation):
-    network, x2 = drawn(activation=activation, outputs=2), torch.randn(2, 5, dtype=torch.float64)
-    for pair in ((X,), (X, x2)):
-        by_gradients = theory.ensemble_blocks(network.member, network.shared, network.own, *pair)
-        by_signals = network.blocks(*pair)
-        assert by_gradients.common.shape == (3, 3, 3, len(pair[-1]), 2, 2)
-        assert torch.allclose(by_gradients.common, by_signals.common, atol=1e-10)
-        assert torch.allclose(by_gradients.individual, by_signals.individual, atol=1e-10)
+def test_blocks_of_two_sets_are_those_of_their_union():
+    network, x2 = drawn(outputs=2), torch.randn(2, 5, dtype=torch.float64)
+    both, whole = network.blocks(X, x2), network.blocks(torch.cat([X, x2]))
+    assert both.common.shape == (3, 3, 3, 2, 2, 2)
+    assert torch.allclose(both.common, whole.common[:, :, :3, 3:], atol=1e-10)
+    assert torch.allclose(both.individual, whole.individual[:, :3, 3:], atol=1e-10)
 
 
 def test_all_members_at_once_are_the_members_one_by_one():

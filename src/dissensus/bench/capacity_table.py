@@ -31,10 +31,7 @@ LENET = (
 
 
 def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, Capacity]:
-    """Name -> capacity of networks named as in tasks; without names, the networks of the talk.
-
-    `overrides`: "network.key=value", applied to every network that has the key.
-    """
+    """Name -> capacity of networks (by default those of the talk); `overrides`: "network.key=value" where known."""
     settings = dict(_parse_override(each) for each in overrides)
     asked: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names} or TALK
     fields = {name: _setting_fields(network_maker(network)) for name, (network, _) in asked.items()}

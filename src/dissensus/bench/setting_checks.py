@@ -27,6 +27,7 @@ LISTS = (list, tuple, Sequence)
 @functools.cache
 def annotated_types(function: Callable[..., Any]) -> dict[str, Any]:
     """Parameter -> the annotation of its TOML value; Any if the parameter's own annotation does not say."""
+    function = function.func if isinstance(function, functools.partial) else function
     try:
         called = vars(function).get("__init__", function) if isinstance(function, type) else function
         hints = typing.get_type_hints(called)

@@ -37,10 +37,7 @@ def speckle_noise(images: Tensor, draws: Draws, std: float) -> Tensor:
 
 
 def shot_noise(images: Tensor, draws: Draws, photons: float) -> Tensor:
-    """(B, C, H, W): Poisson(x·photons) / photons; `photons` is the mean count of a white pixel.
-
-    Samples by inverting the distribution function at one uniform number per pixel; eight-bit images need 256 functions.
-    """
+    """(B, C, H, W): Poisson(x·photons) / photons, by inverting the distribution function at one uniform per pixel."""
     levels = (images * 255).round()  # (B, C, H, W)
     uniform = draws.uniform(0, *images.shape[1:])
     table = poisson_table(photons).to(images)  # (256, K)
@@ -72,21 +69,11 @@ def gaussian_blur(images: Tensor, draws: Draws, sigma: float) -> Tensor:
 
 def defocus_blur(images: Tensor, draws: Draws, radius: float, softness: float) -> Tensor:
     """(B, C, H, W): correlation with a softened disk; the image is mirrored at the border without its edge pixel."""
-    height, width = images.shape[-2:]
-    kernel = disk(radius, softness)
-    reach = kernel.shape[0] // 2
-    filled = F.pad(images, (reach,) * 4, mode="reflect")
-    blurred = torch.zeros_like(images)
-    for row, column in (kernel > 1e-9).nonzero().tolist():
-        blurred.add_(filled[..., row : row + height, column : column + width], alpha=kernel[row, column].item())
-    return blurred
+    return _correlate(images, disk(radius, softness), border="reflect")
 
 
 def disk(radius: float, softness: float) -> Tensor:
-    """(K, K) float32: the pixels within `radius` of the middle one, weighted equally, the rim softened.
-
-    A Gaussian of standard deviation `softness` over 3×3 pixels (5×5 beyond a radius of 8) softens it.
-    """
+    """(K, K) float32: equal weights within `radius`; a Gaussian of deviation `softness` over 3×3 or 5×5 softens the rim."""
     rim = 1 if radius <= 8 else 2
     reach = math.floor(radius) + rim
     axis = torch.arange(-reach, reach + 1)
@@ -120,10 +107,7 @@ def motion_blur(images: Tensor, draws: Draws, radius: float, sigma: float) -> Te
 
 
 def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
-    """(B, C, H, W): one-sided Gaussian mean along a line at `angle` (B,) degrees, the edge pixels repeated.
-
-    y(p) = Σᵢ kᵢ x(p + ⌈i·(sin, cos) − ½⌉), kᵢ ∝ exp(−i²/2σ²), i = 0 … 2⌈radius⌉, which is ImageMagick's motion blur.
-    """
+    """(B, C, H, W): ImageMagick's motion blur at `angle` (B,) degrees: Σᵢ kᵢ x(p + ⌈i·(sin, cos) − ½⌉), kᵢ ∝ exp(−i²/2σ²)."""
     height, width = images.shape[-2:]
     steps = torch.arange(2 * math.ceil(radius) + 1, dtype=torch.float64)
     kernel = torch.exp(-0.5 * (steps / sigma) ** 2)
@@ -206,11 +190,7 @@ def fog(images: Tensor, draws: Draws, amount: float, decay: float) -> Tensor:
 
 
 def plasma(noise: Tensor, decay: float) -> Tensor:
-    """(B, S, S): diamond-square fractals from noise (B, S, S) in [−1, 1], S a power of two, scaled to [0, 1].
-
-    Each halving of the mesh divides the noise by decay²; the map wraps around. Each pixel uses the noise drawn at its
-    position.
-    """
+    """(B, S, S): diamond-square fractals in [0, 1] from noise in [−1, 1]; halving the mesh divides it by decay²."""
     side = noise.shape[-1]
     heights = torch.zeros_like(noise)
     step, amplitude = side, 100.0**2
@@ -252,16 +232,13 @@ def ice(draws: Draws, height: int, width: int) -> Tensor:
     scale = min(height, width) / 32
     thin, broad = 3 * scale, 5 * scale
     # A blur k reduces the variance of white noise from 1 to Σk²; the factor 1/√Σk² restores it.
-    crystal = trail(crystal, 360 * draws.uniform(2), 2 * thin, thin) * one_sided_gain(thin)
+    # Of kᵢ ∝ exp(−i²/2σ²), i = 0, 1, …, sums are taken as integrals plus half the first term.
+    gain = (thin * math.sqrt(math.pi / 2) + 0.5) / math.sqrt(thin * math.sqrt(math.pi) / 2 + 0.5)
+    crystal = trail(crystal, 360 * draws.uniform(2), 2 * thin, thin) * gain
     patch = gaussian_smooth(patch, broad) * (2 * math.sqrt(math.pi) * broad)
     texture = math.sqrt(0.48) * speckle + math.sqrt(0.2) * crystal + math.sqrt(0.12) * patch
     levels = kind[:, :3, None, None] + kind[:, 3, None, None, None] * texture
     return from_levels(levels).clamp(0, 1)
-
-
-def one_sided_gain(sigma: float) -> float:
-    """1/√Σk² of the kernel kᵢ ∝ exp(−i²/2σ²), i = 0, 1, …, its sums taken as integrals plus half the first term."""
-    return (sigma * math.sqrt(math.pi / 2) + 0.5) / math.sqrt(sigma * math.sqrt(math.pi) / 2 + 0.5)
 
 
 WATER = (175 / 255, 238 / 255, 238 / 255)  # pale turquoise
@@ -296,23 +273,19 @@ def water(layer: Tensor) -> Tensor:
     distance = chamfer_distance(canny(layer, 50, 150), limit=20)
     distance = _mean3(distance).floor()
     relief = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
-    relief = _correlate_3x3(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
+    relief = _correlate(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
     shine = layer * _mean3(relief).round()
     largest = shine.amax((1, 2), keepdim=True)
     return torch.where(largest > 0, shine / largest, 0.0)
 
 
 def canny(images: Tensor, low: float, high: float) -> Tensor:
-    """(B, H, W) bool: Canny edges of eight-bit images.
+    """(B, H, W) bool: Canny edges of eight-bit images: ridges of |dx| + |dy| above `low`, joined to one above `high`.
 
-    Sobel slopes of size |dx| + |dy|, thinned to ridges. Ridge pixels above `low` are kept if a path of such pixels
-    connects them, through any of the eight neighbours, to a pixel above `high`.
-
-    Ridges are compared along the nearest of four directions. OpenCV's rules decide ties: the pixel to the right or below
-    loses; on diagonals both lose.
+    Ridges are compared along the nearest of four directions; OpenCV's rules decide ties.
     """
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
-    dx, dy = _correlate_3x3(images, sobel, border="replicate"), _correlate_3x3(images, sobel.T, border="replicate")
+    dx, dy = _correlate(images, sobel, border="replicate"), _correlate(images, sobel.T, border="replicate")
     size = dx.abs() + dy.abs()
     neighbour = {(i, j): _shift_image(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
     # tan 22.5° in fifteen-bit fixed point; tan 67.5° = tan 22.5° + 2
@@ -333,11 +306,7 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
 
 
 def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
-    """(B, H, W) float32: distance to the nearest edge pixel, at most `limit`.
-
-    Steps have length 1, 1.4 (diagonal) and 2.1969 (knight's move), the last two to sixteen binary places, as in OpenCV.
-    Iterates d(p) ← min over the sixteen steps of d(p + step) + length until nothing changes.
-    """
+    """(B, H, W) float32: distance to the nearest edge, at most `limit`, in OpenCV's steps 1, 1.4 and 2.1969."""
     diagonal, knight = 91750 / 2**16, 143976 / 2**16
     height, width = edges.shape[-2:]
     distance = torch.where(edges, 0.0, float(limit)).transpose(0, 1).contiguous()  # (H, B, W)
@@ -360,10 +329,7 @@ def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
 
 
 def equalise_histogram(images: Tensor) -> Tensor:
-    """(B, H, W): histogram equalisation of eight-bit images.
-
-    Level l becomes round(255·(n(l) − n₀)/(n − n₀)): n(l) pixels have at most level l, n₀ the darkest level, n are all.
-    """
+    """(B, H, W): level l becomes round(255·(n(l) − n₀)/(n − n₀)), n(l) pixels up to it, n₀ of the darkest."""
     pixels = images.flatten(1).long()  # (B, n)
     counts = torch.zeros(len(images), 256, device=images.device, dtype=torch.float64)
     counts.scatter_add_(1, pixels, torch.ones_like(pixels, dtype=torch.float64))
@@ -390,16 +356,16 @@ def _colour(rgb: tuple[float, float, float], images: Tensor) -> Tensor:
 
 def _mean3(images: Tensor) -> Tensor:
     """(B, H, W): mean of 3×3 pixels, mirrored at the border without the edge pixel."""
-    return quotient(_correlate_3x3(images, torch.ones(3, 3), border="reflect"), 9)
+    return quotient(_correlate(images, torch.ones(3, 3), border="reflect"), 9)
 
 
-def _correlate_3x3(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
-    """(B, H, W): correlation with a 3×3 kernel."""
+def _correlate(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
+    """(…, H, W): correlation with a kernel (K, K), K odd; entries of at most 1e-9 are left out."""
     height, width = images.shape[-2:]
-    filled = F.pad(images[:, None], (1, 1, 1, 1), mode=border)[:, 0]
+    filled = F.pad(images, (kernel.shape[0] // 2,) * 4, mode=border)
     result = torch.zeros_like(images)
-    for row, column in kernel.nonzero().tolist():
-        result.add_(filled[:, row : row + height, column : column + width], alpha=kernel[row, column].item())
+    for row, column in (kernel.abs() > 1e-9).nonzero().tolist():
+        result.add_(filled[..., row : row + height, column : column + width], alpha=kernel[row, column].item())
     return result
 
 
@@ -475,8 +441,7 @@ def elastic_transform(images: Tensor, draws: Draws, bend: float, smoothness: flo
 
 
 def _sample_images(images: Tensor, position: Tensor, *, edge_once: bool) -> Tensor:
-    """(B, C, H, W): the images at `position` (B, H·W, 2), x and y in pixels; mirrored at the border, about the edge
-    pixel's centre (edge once) or its outer side (edge twice)."""
+    """(B, C, H, W): the images at x and y (B, H·W, 2), mirrored at the border with the edge pixel once or twice."""
     height, width = images.shape[-2:]
     size = torch.tensor([width, height]).to(position)
     scaled = 2 * position / (size - 1) - 1 if edge_once else (2 * position + 1) / size - 1
@@ -524,8 +489,7 @@ def _quantisation_table(base: str, quality: int) -> Tensor:
 
 
 def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
-    """(B, C, H, W): cosine transform, division by the table, rounding, and back. The last row and column are repeated
-    to fill blocks."""
+    """(B, C, H, W): cosine transform, division by the table, rounding, and back; edges are repeated to fill blocks."""
     height, width = planes.shape[-2:]
     filled = F.pad(planes, (0, -width % 8, 0, -height % 8), mode="replicate") - 128
     rows, columns = filled.shape[-2] // 8, filled.shape[-1] // 8
@@ -561,10 +525,7 @@ def _shift_right(numbers: Tensor, places: int) -> Tensor:
 
 
 def _halve_chroma(chroma: Tensor) -> Tensor:
-    """(B, 2, ⌈H/2⌉, a multiple of 8): means of 2×2 pixels, halves rounded up in odd columns, quarters in even ones.
-
-    libjpeg repeats the last column before halving, but the last row after it (one row before, if H is odd).
-    """
+    """(B, 2, ⌈H/2⌉, a multiple of 8): means of 2×2 pixels, the last column repeated; the bias alternates by column."""
     height, width = chroma.shape[-2:]
     filled = F.pad(chroma, (0, -width % 16, 0, height % 2), mode="replicate")
     total = filled[..., ::2, ::2] + filled[..., ::2, 1::2] + filled[..., 1::2, ::2] + filled[..., 1::2, 1::2]

@@ -1,22 +1,24 @@
 """The nineteen corruptions of CIFAR-10-C at five severities, batched, on any device, with one random stream per image.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
-The constants below are those of the published CIFAR-10-C for 32×32 images. If an image's shorter side has S pixels,
-lengths are scaled by S/32. Lengths in whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
+The constants in embedded/corruptions.toml are those of the published CIFAR-10-C for 32×32 images. If an image's shorter side
+has S pixels, lengths are scaled by S/32. Lengths in whole pixels (a disk's radius, the reach of glass, the size of a flake)
+never shrink.
 """
 
 import operator
+import tomllib
 import zlib
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dissensus.data import corruption_effects as effects
-from dissensus.data.file_formats import read_array
+from dissensus.data.file_formats import open_embedded, read_array
 from dissensus.data.image_arithmetic import Draws, from_levels, image_keys
 from dissensus.utils.checks import integer, number, one_of
 
@@ -30,70 +32,21 @@ class Recipe(NamedTuple):
     whole: tuple[int, ...] = ()  # positions of constants scaled by max(1, S/32)
 
 
-def _recipes(
-    operation: Callable[..., Tensor], *severities: tuple[float, ...], **scaled: tuple[int, ...]
-) -> tuple[Recipe, ...]:
-    return tuple(Recipe(operation, constants, **scaled) for constants in severities)
+def _recipes(name: str, parts: list[dict[str, Any]]) -> tuple[Recipe, ...]:
+    """Severities 1 … 5 of a corruption, from its tables in the package's file."""
+    places = ([tuple(part.get(key, ())) for key in ("lengths", "whole")] for part in parts)
+    return tuple(
+        Recipe(getattr(effects, part.get("operation", name)), tuple(constants), *scaled)
+        for part, scaled in zip(parts, places, strict=True)
+        for constants in part["severities"]
+    )
 
 
-# name: severities 1 … 5, the constants in the order of the operation's arguments
-_BENCHMARK: dict[str, tuple[Recipe, ...]] = {
-    "gaussian_noise": _recipes(effects.gaussian_noise, (0.04,), (0.06,), (0.08,), (0.09,), (0.10,)),
-    "shot_noise": _recipes(effects.shot_noise, (500,), (250,), (100,), (75,), (50,)),
-    "impulse_noise": _recipes(effects.impulse_noise, (0.01,), (0.02,), (0.03,), (0.05,), (0.07,)),
-    "defocus_blur": _recipes(
-        effects.defocus_blur, (0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1), whole=(0,), lengths=(1,)
-    ),
-    "glass_blur": _recipes(
-        effects.glass_blur, (0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2), lengths=(0,), whole=(1,)
-    ),
-    "motion_blur": _recipes(effects.motion_blur, (6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5), lengths=(0, 1)),
-    "zoom_blur": _recipes(effects.zoom_blur, (7,), (12,), (16,), (21,), (26,)),
-    "snow": _recipes(
-        effects.snow,
-        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-        whole=(2,),
-        lengths=(4, 5),
-    ),
-    "frost": _recipes(effects.frost, (1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
-    "fog": _recipes(effects.fog, (0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-    "brightness": _recipes(effects.brightness, (0.05,), (0.1,), (0.15,), (0.2,), (0.3,)),
-    "contrast": _recipes(effects.contrast, (0.75,), (0.5,), (0.4,), (0.3,), (0.15,)),
-    "elastic_transform": _recipes(
-        effects.elastic_transform,
-        (0, 0, 0.08 * 32),
-        (0.05 * 32, 0.2 * 32, 0.07 * 32),
-        (0.08 * 32, 0.06 * 32, 0.06 * 32),
-        (0.1 * 32, 0.04 * 32, 0.05 * 32),
-        (0.1 * 32, 0.03 * 32, 0.03 * 32),
-        lengths=(0, 1, 2),
-    ),
-    "pixelate": _recipes(effects.pixelate, (0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
-    "jpeg_compression": _recipes(effects.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
-}
-_EXTRA: dict[str, tuple[Recipe, ...]] = {
-    "speckle_noise": _recipes(effects.speckle_noise, (0.06,), (0.1,), (0.12,), (0.16,), (0.2,)),
-    "gaussian_blur": _recipes(effects.gaussian_blur, (0.4,), (0.6,), (0.7,), (0.8,), (1,), lengths=(0,)),
-    "spatter": (
-        *_recipes(
-            effects.spatter,
-            (0.62, 0.1, 0.7, 0.7, 0.5),
-            (0.65, 0.1, 0.8, 0.7, 0.5),
-            (0.65, 0.3, 1, 0.69, 0.5),
-            lengths=(2,),
-        ),
-        *_recipes(effects.spatter_mud, (0.65, 0.1, 0.7, 0.69, 0.6), (0.65, 0.1, 0.5, 0.68, 0.6), lengths=(2, 4)),
-    ),
-    "saturate": _recipes(effects.saturate, (0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
-}
-RECIPES = _BENCHMARK | _EXTRA
+_TABLES = tomllib.load(open_embedded("corruptions.toml"))
+RECIPES = {name: _recipes(name, parts) for group in _TABLES.values() for name, parts in group.items()}
 
-BENCHMARK: tuple[str, ...] = tuple(_BENCHMARK)
-EXTRA: tuple[str, ...] = tuple(_EXTRA)
+BENCHMARK: tuple[str, ...] = tuple(_TABLES["benchmark"])
+EXTRA: tuple[str, ...] = tuple(_TABLES["extra"])
 CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
 
 _SMALLEST_SIDE = 8

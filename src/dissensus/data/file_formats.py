@@ -16,6 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -132,10 +133,7 @@ COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # those NumPy writes;
 
 
 def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, by name; arrays of Python objects are refused.
-
-    `limit`: the most bytes it may unpack to; None sets a limit from the file's size.
-    """
+    """All arrays of an .npz file, by name, without Python objects; `limit`: the most bytes it may unpack to."""
     if isinstance(source, str | Path):
         with open(source, "rb") as file:
             return npz_arrays(file, limit)
@@ -149,6 +147,11 @@ def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[
         if others := [entry.filename for entry in entries if entry.compress_type not in COMPRESSIONS]:
             raise ValueError(f"{others[0]} is compressed in a way that NumPy does not use")
         return {entry.filename.removesuffix(".npy"): _array(file.read(entry)) for entry in entries}
+
+
+def open_embedded(name: str) -> io.BytesIO:
+    """A file of the package's own data."""
+    return io.BytesIO((files("dissensus.data") / "embedded" / name).read_bytes())
 
 
 def npz_pair(path: str | Path, *, labelled: bool = True) -> tuple[np.ndarray, Any]:
@@ -174,8 +177,7 @@ def _array(raw: bytes) -> np.ndarray:
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """A uint8 array of this shape, memory-mapped copy-on-write: read on access, never written back. Pickled objects are
-    refused."""
+    """A uint8 array of this shape, memory-mapped copy-on-write (never written back); pickled objects are refused."""
     if not path.is_file():
         raise FileNotFoundError(f"expected the file {path}, got nothing there; pass the folder of CIFAR-C's files")
     with read_errors(path, "download it again", kind="a NumPy array file at"):

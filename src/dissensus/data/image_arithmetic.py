@@ -57,11 +57,7 @@ def from_levels(levels: Tensor) -> Tensor:
 
 
 def quotient(numbers: Tensor, divisor: float) -> Tensor:
-    """numbers / divisor, correctly rounded on every device.
-
-    CUDA divides by a Python number by multiplying with its reciprocal: for a ninth of all k, 255·(k/255) then truncates
-    to k − 1.
-    """
+    """numbers / divisor, correctly rounded on every device; CUDA multiplies by the reciprocal of a Python number."""
     return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
 
 
@@ -98,8 +94,7 @@ def gaussian_smooth(images: Tensor, sigma: float, *, truncate: float = 4.0, symm
 
 @functools.lru_cache(maxsize=64)
 def gaussian_matrix(size: int, sigma: float, truncate: float = 4.0, symmetric: bool = False) -> Tensor:
-    """(size, size): normalised exp(−k²/2σ²), |k| ≤ ⌊truncate·σ + ½⌋; beyond the border the edge pixel is repeated,
-    or, when symmetric, the image is mirrored with its edge pixel (…b a | a b…)."""
+    """(size, size): normalised exp(−k²/2σ²); beyond the border the edge pixel, or (`symmetric`) the mirrored image."""
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return torch.eye(size, dtype=torch.float64)
@@ -116,10 +111,7 @@ def gaussian_matrix(size: int, sigma: float, truncate: float = 4.0, symmetric: b
 
 @functools.lru_cache(maxsize=64)
 def zoom_matrix(size: int, factor: float) -> Tensor:
-    """(size, size): enlarge the middle by `factor` ≥ 1, linearly interpolated, and cut to the old size.
-
-    The middle ⌈size/factor⌉ pixels become round(that·factor), first on first, last on last, as in scipy.ndimage.zoom.
-    """
+    """(size, size): enlarges the middle by `factor` ≥ 1 as scipy.ndimage.zoom does linearly, cut to the old size."""
     kept = math.ceil(size / factor)
     enlarged = round(kept * factor)
     position = torch.arange(enlarged, dtype=torch.float64) * ((kept - 1) / max(enlarged - 1, 1))
@@ -134,11 +126,7 @@ def zoom_matrix(size: int, factor: float) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def box_matrix(size: int, new_size: int) -> Tensor:
-    """(new_size, size): Pillow's box filter in its fixed point, each weight times 2²², rounded.
-
-    A new pixel is the plain mean of the old pixels whose centres lie within half a new pixel of its own centre;
-    when enlarging, of the one nearest.
-    """
+    """(new_size, size): Pillow's box filter, means of the old pixels near a new one's centre, times 2²², rounded."""
     scale = size / new_size
     width = max(scale, 1.0)
     matrix = torch.zeros(new_size, size, dtype=torch.float64)

@@ -6,12 +6,10 @@ benchmarks/make_embedded.py.
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dissensus.data import file_formats
 from dissensus.data.catalogue import CATALOGUE, Folder, locate
-from dissensus.data.file_formats import npz_arrays, read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.file_formats import npz_arrays, open_embedded, read_npz
 from dissensus.data.segmentation import SUFFIXES, image_files, size_text
 from dissensus.utils.checks import integer, one_of
 from dissensus.utils.extras import require_extra
@@ -109,27 +108,27 @@ Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,)
 
 def _read_arrays(reader: str, paths: list[Path]) -> Arrays:
     if reader == "idx":  # one file of images and one of labels
-        images, labels = (read_idx(path) for path in paths)
+        images, labels = (file_formats.read_idx(path) for path in paths)
         return images[:, None], labels.astype(np.int64)
     parts, numbers = zip(*map(READERS[reader], paths), strict=True)
     return np.concatenate(parts), np.concatenate(numbers)
 
 
 def _cifar_binary(path: Path, *, label_bytes: int) -> Arrays:
-    images, labels = read_cifar_binary(path, label_bytes=label_bytes)
+    images, labels = file_formats.read_cifar_binary(path, label_bytes=label_bytes)
     return images, labels[:, -1]  # the last label byte is the class, one before it the superclass
 
 
 def _svhn(path: Path) -> Arrays:
-    images, labels = (read_mat if path.suffix == ".mat" else read_npz)(path)
+    images, labels = (file_formats.read_mat if path.suffix == ".mat" else read_npz)(path)
     return images, np.where(labels == 10, 0, labels)
 
 
 READERS: dict[str, Callable[[Path], Arrays]] = {
     "cifar10-binary": partial(_cifar_binary, label_bytes=1),
-    "cifar10-python": partial(read_cifar_python, labels="labels"),
+    "cifar10-python": partial(file_formats.read_cifar_python, labels="labels"),
     "cifar100-binary": partial(_cifar_binary, label_bytes=2),
-    "cifar100-python": partial(read_cifar_python, labels="fine_labels"),
+    "cifar100-python": partial(file_formats.read_cifar_python, labels="fine_labels"),
     "svhn-mat": _svhn,
     "svhn-npz": _svhn,
 }
@@ -148,11 +147,6 @@ def digits() -> tuple[ImageSet, ImageSet]:
 def fashion() -> ImageSet:
     """ImageSet of 1,000 Fashion-MNIST test images, (1000, 1, 28, 28), 100 of each class; out-of-distribution for digits."""
     return _image_set(npz_arrays(open_embedded("fashion.npz")), "", "fashion_mnist")
-
-
-def open_embedded(name: str) -> io.BytesIO:
-    """A file of the package's own data."""
-    return io.BytesIO((files("dissensus.data") / "embedded" / name).read_bytes())
 
 
 def _image_set(arrays: dict[str, np.ndarray], prefix: str, name: str) -> ImageSet:

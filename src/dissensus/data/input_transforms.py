@@ -305,10 +305,7 @@ class TableInputs(InputTransform):
 
 
 def _check_raw(rows: Tensor, scaled: Tensor) -> None:
-    """Raises if rows look standardised already: taken as raw rows, they would be far from the training rows.
-
-    `scaled`: the rows as the network would get them. With few rows the threshold is higher: they may be far for other reasons.
-    """
+    """Raises if raw rows look standardised already, because `scaled` would be far off the training rows."""
     if not len(rows):
         return
     as_given, off = rows.square().mean(0).sqrt(), scaled.square().mean(0).sqrt().amax()  # (D,), ()

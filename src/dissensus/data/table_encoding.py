@@ -272,7 +272,8 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
 def _levels(column: Any) -> list[Level | None]:
     """Values as JSON types: 1 equals 1.0 and differs from "1"; None if missing."""
     objects = np.asarray(column.detach().cpu() if isinstance(column, Tensor) else column, dtype=object)
-    return [None if _is_missing(value) else _as_level(value) for value in objects]
+    plain = (value.item() if isinstance(value, np.generic) else value for value in objects)
+    return [None if _is_missing(v) else v if isinstance(v, str | int | float | bool) else str(v) for v in plain]
 
 
 def comparable_values(name: Name, column: Any) -> np.ndarray:
@@ -292,11 +293,6 @@ def _rank(level: Level) -> tuple[bool, Level]:
 
 def _reads_as_number(level: Level) -> bool:
     return isinstance(level, str) and re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?\s*", level) is not None
-
-
-def _as_level(value: Any) -> Level:
-    value = value.item() if isinstance(value, np.generic) else value
-    return value if isinstance(value, str | int | float | bool) else str(value)
 
 
 def _is_missing(value: Any) -> bool:

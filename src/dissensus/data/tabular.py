@@ -4,6 +4,7 @@ Regression uses the splits of Hernández-Lobato & Adams 2015 and Gal & Ghahraman
 contain data.txt, index_features.txt, index_target.txt, n_splits.txt and index_train_i.txt, index_test_i.txt.
 """
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,34 +14,18 @@ import torch
 from torch import Tensor
 
 from dissensus.data.catalogue import Folder, find_place
-from dissensus.data.file_formats import npz_arrays
+from dissensus.data.file_formats import npz_arrays, open_embedded
 from dissensus.data.input_transforms import Standardiser
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import read_errors
 
-REGRESSION_SETS = {  # rows, features
-    "bostonHousing": (506, 13),
-    "concrete": (1030, 8),
-    "naval-propulsion-plant": (11934, 16),
-    "power-plant": (9568, 4),
-    "protein-tertiary-structure": (45730, 9),
-    "wine-quality-red": (1599, 11),
-}
-
-CLASSIFICATION_SETS = {  # rows, features, classes, size of the usual train set (the first rows) or None
-    "breast_cancer_wisconsin_diagnostic": (569, 30, 2, None),
-    "digits_8x8": (1797, 64, 10, None),
-    "glass": (214, 9, 6, None),
-    "ionosphere": (351, 34, 2, None),
-    "iris": (150, 4, 3, None),
-    "letter_recognition": (20000, 16, 26, 16000),
-    "pima_indians_diabetes": (768, 8, 2, None),
-    "satellite_landsat": (6435, 36, 6, 4435),
-    "shuttle": (58000, 9, 7, 43500),
-    "sonar": (208, 60, 2, None),
-    "vehicle_silhouettes": (846, 18, 4, None),
-    "wine": (178, 13, 3, None),
+_SIZES = tomllib.load(open_embedded("tables.toml"))
+# name -> rows, features
+REGRESSION_SETS: dict[str, tuple[int, int]] = {name: tuple(sizes) for name, sizes in _SIZES["regression"].items()}
+# name -> rows, features, classes, size of the usual train set (the first rows) or None
+CLASSIFICATION_SETS: dict[str, tuple[int, int, int, int | None]] = {
+    name: (*sizes, train or None) for name, (*sizes, train) in _SIZES["classification"].items()
 }
 
 

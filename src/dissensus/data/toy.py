@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.images import open_embedded
+from dissensus.data.file_formats import open_embedded
 from dissensus.utils.checks import integer, number
 
 Points = tuple[Tensor, Tensor]
@@ -23,7 +23,7 @@ def two_moons(count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: to
     lower = torch.linspace(0, math.pi, count - count // 2, dtype=torch.float64)
     halves = torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)
     x = torch.cat(halves)  # (count, 2)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     x = x + noise * _normal(x.shape, generator)
     return _shuffle_rows(x.to(dtype), _classes(len(upper), len(lower)), generator)
 
@@ -45,7 +45,7 @@ def five_blobs(
     integer("points", points)
     angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
     centres = radius * torch.stack([angles.cos(), angles.sin()], 1)  # (5, 2)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     x = centres.repeat_interleave(points, 0) + std * _normal((5 * points, 2), generator)
     return _shuffle_rows((scale * x).to(dtype), _classes(*[points] * 5), generator)
 
@@ -64,7 +64,7 @@ def donuts(
     """
     integer("count", count)
     y = _classes(count // 2, count - count // 2)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     return _shuffle_rows(_ring(torch.tensor(radii, dtype=torch.float64)[y], std, generator).to(dtype), y, generator)
 
 
@@ -79,7 +79,7 @@ def far_ring(
 ) -> Tensor:
     """Out-of-distribution points for `five_blobs`, x (count + centre, 2): first a wide ring, then N(0, std²) in its middle."""
     integer("count", count)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     ring = _ring(torch.full((count,), radius, dtype=torch.float64), std, generator)
     return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
 
@@ -87,19 +87,17 @@ def far_ring(
 def x_sin_x(points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """Regression with a gap: x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], y = x sin x + noise · N(0, 1)."""
     integer("points", points)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
-    y = x * x.sin() + noise * _normal(x.shape, generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, x * x.sin(), noise, generator, dtype)
 
 
 def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """Cubic regression: x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually plotted on [−6, 6]."""
     integer("count", count)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     x = _uniform((count, 1), -4.0, 4.0, generator)
-    y = x**3 + noise * _normal(x.shape, generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, x**3, noise, generator, dtype)
 
 
 def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
@@ -108,11 +106,10 @@ def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: tor
     The toy set of iBNN (Trinh, Kaski & Heinonen 2020), with steps of 0.01.
     """
     integer("count", count)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     right = torch.linspace(1.0, 3.0, count, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), right])
-    y = x**3 + noise * _normal(x.shape, generator)
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, x**3, noise, generator, dtype)
 
 
 def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
@@ -125,8 +122,7 @@ def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dty
     right = torch.linspace(1.5, 2.5, points, dtype=torch.float64)[:, None]
     top = torch.linspace(-0.5, 0.5, 2 * points - 1, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), top, right])
-    y = torch.where(x.abs() < 1, 1.0, -1.0) + noise * _normal(x.shape, _seeded_generator(seed))
-    return x.to(dtype), y.to(dtype)
+    return _add_noise(x, torch.where(x.abs() < 1, 1.0, -1.0), noise, torch.Generator().manual_seed(seed), dtype)
 
 
 def gaussian_process(
@@ -147,18 +143,12 @@ def gaussian_process(
     """
     integer("count", count)
     number("lengthscale", lengthscale, above=0)
-    generator = _seeded_generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     x = _uniform((count, 1), low, high, generator)
     kernel = torch.exp(-0.5 * ((x - x.T) / lengthscale) ** 2)
     # float64 and a jitter of 1e-9 on the unit diagonal: the kernel of near points is singular to working precision
     factor = torch.linalg.cholesky(kernel + 1e-9 * torch.eye(count, dtype=torch.float64))
-    y = amplitude * factor @ _normal((count, 1), generator) + noise * _normal((count, 1), generator)
-    return x.to(dtype), y.to(dtype)
-
-
-def regression_points() -> Tensor:
-    """(400, 2) float64 rows (x, y) of the regression in three clusters used for subspace inference."""
-    return torch.from_numpy(np.load(open_embedded("regression_400x2.npy"), allow_pickle=False))
+    return _add_noise(x, amplitude * factor @ _normal((count, 1), generator), noise, generator, dtype)
 
 
 def three_clusters(*, dtype: torch.dtype = torch.float32) -> Points:
@@ -166,7 +156,7 @@ def three_clusters(*, dtype: torch.dtype = torch.float32) -> Points:
 
     The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning". The points are fixed: there is no seed.
     """
-    points = regression_points()
+    points = torch.from_numpy(np.load(open_embedded("regression_400x2.npy"), allow_pickle=False))
     return quadratic_features(points[:, :1]).to(dtype), points[:, 1:].to(dtype)
 
 
@@ -177,12 +167,13 @@ def quadratic_features(x: Tensor) -> Tensor:
     return torch.cat([x / 2, (x / 2) ** 2], 1)
 
 
-def _seeded_generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def _add_noise(x: Tensor, clean: Tensor, noise: float, generator: torch.Generator, dtype: torch.dtype) -> Points:
+    """(x, clean targets + noise · N(0, 1)) in this dtype."""
+    return x.to(dtype), (clean + noise * _normal(x.shape, generator)).to(dtype)
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dissensus import metrics
 from dissensus.calibration.selective import Gate
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
@@ -185,11 +186,7 @@ def evaluate_predictions(
     temperature: float = 1.0,
     promises: Promises | None = None,
 ) -> Evaluation:
-    """The Evaluation of given predictions: the part of `evaluate` after the networks have run.
-
-    prevalence: the share of foreign inputs to which aupr_adjusted and ece_union are reweighted. temperature: the
-    predictions' temperature, recorded if it is not 1. promises: the promises behind `Predictions.promised`.
-    """
+    """The Evaluation of given predictions; prevalence: share of foreign inputs in aupr_adjusted and ece_union."""
     part = metric_functions(test)
     classes = part is row_metrics.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)
@@ -198,7 +195,8 @@ def evaluate_predictions(
         foreign = part.scores(each)
         ranking = row_metrics.ood_metrics(scores[score], foreign[score], prevalence)
         if classes:
-            ranking |= row_metrics.union_metrics(test, each, prevalence)
+            both = test.predictive.mean, test.labels, each.predictive.mean
+            ranking["ece_union"] = float(metrics.union_ece(*both, prevalence=prevalence))
         found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():
@@ -241,9 +239,9 @@ def complete_evaluation(
     stated = {} if temperature == 1.0 else {"temperature": temperature}
     cost = {"cost/parameters": float(parameters), "cost/predict_ms": milliseconds}
     if corrupted is not None:
-        metrics, arrays = found.metrics | corrupted.metrics(), found.arrays | corrupted.arrays()
+        numbers, arrays = found.metrics | corrupted.metrics(), found.arrays | corrupted.arrays()
         kinds: dict[str, Any] = {"corruptions": corrupted.types, "severities": corrupted.severities}
-        found = replace(found, metrics=metrics, arrays=arrays, **kinds)
+        found = replace(found, metrics=numbers, arrays=arrays, **kinds)
     return replace(found, metrics={**found.metrics, **members, **stated, **cost})
 
 

@@ -27,13 +27,7 @@ def guarantee_outcomes(
     x: Any = None,
     weight: Tensor | None = None,
 ) -> RowValues:
-    """Outcome of each promise for each row: covered and size of a conformal set, accepted and error of a gate.
-
-    Args:
-        generator: generator for randomised sets.
-        y: targets; None for foreign inputs, which are only accepted or refused.
-        x, weight: the rows' inputs and weights, where promises by group or weight need them; without, those are left out.
-    """
+    """Covered and size of sets, accepted and error of gates, for each row; y is None for foreign inputs."""
     found: RowValues = {}
     if isinstance(predictive, CategoricalPredictive) and predictive.log_mean.ndim > 2:
         return found  # pixels have no promises
@@ -115,10 +109,7 @@ def guarantee_details(
 
 
 def guarantee_tables(promises: Promises, parts: Sequence[Mapping[tuple[int, int], RowValues]]) -> dict[str, Tensor]:
-    """NAME/coverage, size, accepted, risk or refused -> (T, S) on corrupted inputs, for which no promise holds.
-
-    NaN if nothing was accepted. `parts`: the outcomes of each batch, for type t at severity s.
-    """
+    """NAME/coverage, size, accepted, risk or refused -> (T, S) on corrupted inputs; NaN if nothing was accepted."""
     places = parts[0] if parts else ()
     found = {at: guarantee_metrics(promises, join_outcomes(part[at] for part in parts)) for at in places}
     keys = dict.fromkeys(key for each in found.values() for key in each)

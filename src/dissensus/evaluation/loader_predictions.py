@@ -158,10 +158,7 @@ class _Collection:
 
 
 def foreign_loader(given: Any, *, real: bool) -> Any:
-    """What was given as foreign inputs, with targets that mean nothing where it is x or a list of batches x.
-
-    A list of arrays of one shape is such a list: of data [x, y] the second has another. `real`: not always, with real targets.
-    """
+    """Foreign inputs, with placeholder targets where x or a list of batches x was given; `real`: refuses what may be [x, y]."""
     bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
     if bare and real and len(given) in (2, 3) and len({each.shape for each in given}) == 1:
         raise ValueError(f"expected foreign inputs x, or (x, y), got {len(given)} arrays of one shape; pass x alone")

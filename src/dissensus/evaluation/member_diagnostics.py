@@ -1,6 +1,5 @@
 """Do members differ, and have chains converged? Distances between members, now or over training, and R̂ of predictions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,10 +92,7 @@ def mean_distance(points: Any) -> Tensor:
 
 
 def mean_angle(vectors: Tensor) -> Tensor:
-    """() mean angle in [0, π] over pairs of members and examples, for vectors (M, B, D); NaN if no pair has directions.
-
-    With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖), which is accurate for small angles; arccos is not.
-    """
+    """() mean angle over pairs and examples of vectors (M, B, D), by atan2, accurate for small ones; NaN if none."""
     unit = directions(to_kernel_precision(vectors.detach()))  # (M, B, D)
     there = unit.square().sum(2) > 0  # (M, B)
     total, count = unit.new_zeros(()), unit.new_zeros(())
@@ -121,22 +117,11 @@ class DistancesOverTraining:
     Args:
         posterior, x, y: as in `member_distances`.
         every: epochs between two measurements, k.
-        tell: function called with (epochs done, distances) after each measurement; None calls nothing.
     """
 
-    def __init__(
-        self,
-        posterior: Posterior,
-        x: Inputs,
-        y: Tensor,
-        *,
-        every: int = 1,
-        tell: Callable[[int, MemberDistances], object] | None = None,
-    ) -> None:
-        self.posterior = posterior
-        self.x, self.y = x, y
+    def __init__(self, posterior: Posterior, x: Inputs, y: Tensor, *, every: int = 1) -> None:
+        self.posterior, self.x, self.y = posterior, x, y
         self.every = integer("every", every)
-        self.tell = tell
         self.epochs: list[int] = []
         self.distances: list[MemberDistances] = []
 
@@ -150,8 +135,6 @@ class DistancesOverTraining:
         found = member_distances(self.posterior, self.x, self.y)
         self.epochs.append(epochs_done)
         self.distances.append(found)
-        if self.tell is not None:
-            self.tell(epochs_done, found)
         return found
 
 

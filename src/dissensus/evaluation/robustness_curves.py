@@ -71,14 +71,7 @@ class Corruptions:
         return known[self.names] if isinstance(self.names, str) else tuple(self.names)
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
-        """Corrupts images x (B, C, H, W); returns them in the units of x.
-
-        Args:
-            x: images as the loader gives them.
-            name: name of the corruption.
-            severity: 1 to 5.
-            index: (B,) positions of the images in the data set; they seed the noise.
-        """
+        """Corrupts images x (B, C, H, W) of the loader, in their units; index: (B,) their positions, which seed the noise."""
         if self.standardiser is None:
             return corruptions.corrupt(x, name, severity, seed=self.seed, index=index)
         pixels = self.standardiser.inverse(x)
@@ -215,8 +208,7 @@ def _split_sums(sums: Tensor) -> list[Tensor]:
 
 
 def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
-    """On the host: (1 + 3K,) the summed nll of labelled places (examples or pixels), then counts, confidence and correctness
-    of K bins; and (3, B) mean confidence, accuracy and nll of each example."""
+    """Sums (1 + 3K,) of nll and of K bins, and means (3, B) of confidence, accuracy and nll of each example."""
     if not isinstance(predictive, CategoricalPredictive):
         got = type(predictive).__name__
         raise ValueError(f"expected a classification to corrupt the inputs of, got a {got}; pass corrupt=None")
@@ -400,11 +392,7 @@ PICTURES = 3  # inputs shown with their changes
 def implicit_changes(
     posterior: Posterior, x: Tensor, standardiser: Standardiser, *, penalty: float
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(metrics, arrays) of the implicit corruptions of standardised inputs x; empty for a single function.
-
-    implicit/distance: root mean square change per input value, in units before standardisation. implicit/explained: share
-    of the functions' deviation from their mean. Arrays hold both for every input (B,), and images to draw.
-    """
+    """(metrics, arrays) of the implicit corruptions of x: distance in original units, explained share; {} for one function."""
     found = implicit_corruptions(posterior, x, penalty=penalty, functions=FUNCTIONS, steps=STEPS)
     if len(found.functions) == 1:
         return {}, {}

@@ -102,12 +102,6 @@ def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = 
     return found
 
 
-def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
-    """ece_union: ECE of test and OOD inputs together; every answer to an OOD input is wrong. prevalence: share of OOD."""
-    inside, outside = test.predictive.mean, ood.predictive.mean
-    return {"ece_union": float(metrics.union_ece(inside, test.labels, outside, prevalence=prevalence))}
-
-
 CLASSIFICATION = MetricFunctions("classification", class_metrics, class_arrays, class_scores, class_members)
 
 
@@ -132,24 +126,19 @@ def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
     return found | rows | {"test/nll": nll}
 
 
-def multilabel_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """OOD scores, summed over labels: name -> (N,) float64."""
-    return {name: score.sum(1) for name, score in class_scores(_per_label(predictions)).items()}
-
-
-def multilabel_members(predictions: Predictions) -> dict[str, float]:
-    """NLL of the members, alone and together; empty for a single member."""
-    log_prob = predictions.predictive.member_log_prob
-    return {} if predictions.members == 1 else _member_nll(log_prob(predictions.targets))
-
-
 def _per_label(predictions: Predictions) -> Predictions:
     """The labels as classifications into absent and present, (N, 2, L); targets between 0 and 1 are rounded."""
     rounded = (predictions.targets > 0.5).long()
     return replace(predictions, predictive=predictions.predictive.per_label, targets=rounded)
 
 
-MULTILABEL = MetricFunctions("multilabel", multilabel_metrics, multilabel_arrays, multilabel_scores, multilabel_members)
+MULTILABEL = MetricFunctions(
+    "multilabel",
+    multilabel_metrics,
+    multilabel_arrays,
+    lambda given: {name: score.sum(1) for name, score in class_scores(_per_label(given)).items()},  # over labels
+    lambda given: {} if given.members == 1 else _member_nll(given.predictive.member_log_prob(given.targets)),
+)
 
 
 LEVEL = 0.9
@@ -184,11 +173,6 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
         "test/cumulative": predictive.cdf(y),
         **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
     }
-
-
-def regression_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """OOD scores: name -> (N,) float64, higher = more foreign; variances summed over outputs."""
-    return {name: function(predictions.predictive) for name, function in VALUE_UNCERTAINTY.items()}
 
 
 def regression_members(predictions: Predictions) -> dict[str, float]:
@@ -251,4 +235,10 @@ def _output_means(values: Tensor) -> Tensor:
     return values.double().reshape(len(values), -1).mean(1)
 
 
-REGRESSION = MetricFunctions("regression", regression_metrics, regression_arrays, regression_scores, regression_members)
+REGRESSION = MetricFunctions(
+    "regression",
+    regression_metrics,
+    regression_arrays,
+    lambda given: {name: function(given.predictive) for name, function in VALUE_UNCERTAINTY.items()},
+    regression_members,
+)

@@ -210,11 +210,7 @@ class PixelRanking:
 def pixel_ood(
     functions: FixedDraw, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
 ) -> tuple[dict[str, PixelRanking], CalibrationBins]:
-    """(score -> ranking, confidence bins of OOD pixels, all counted as wrong) of a loader of (x, mask).
-
-    mask (B, H, W) is boolean, or 1 at OOD pixels and 0 elsewhere. One other number may mark void pixels: the likelihood's
-    ignore_index, or a number that is not a class.
-    """
+    """(score -> ranking, bins of OOD pixels, all wrong) of (x, mask); 1 is OOD, 0 is not, one other number is void."""
     scores = [each for each in CLASS_UNCERTAINTY if functions.members > 1 or each != "mutual_information"]
     scores += [score] if score not in scores else []
 

@@ -304,11 +304,6 @@ class Anchors:
             found[name] = noise * (norms[0] / norms[1]).reshape(-1, *[1] * (weight.ndim - 1))
         return found
 
-    def _point_particles(self, points: int) -> Particles:
-        if points not in self.particles_by_count:
-            self.particles_by_count[points] = self._stack_networks([self.networks[0]] * points)
-        return self.particles_by_count[points]
-
     @torch.no_grad()
     def losses(self, coefficients: Tensor, *, together: int) -> Losses:
         """Losses of points with these coefficients (N, K); `together`: how many run at once."""
@@ -318,7 +313,9 @@ class Anchors:
         accuracy = torch.empty_like(loss)
         for stored, rows in ((True, exact.nonzero()[:, 0]), (False, (~exact).nonzero()[:, 0])):
             for some in torch.split(rows, together) if len(rows) else ():
-                particles = self._point_particles(len(some))
+                if len(some) not in self.particles_by_count:
+                    self.particles_by_count[len(some)] = self._stack_networks([self.networks[0]] * len(some))
+                particles = self.particles_by_count[len(some)]
                 self._write_points(particles, coefficients[some])
                 if not stored and self.statistics_batches is not None:
                     refresh_statistics(particles, self.statistics_batches, particles.device)

@@ -45,7 +45,7 @@ def bootstrap_interval(
         resamples: number of resamples of the examples, with replacement.
         seed: seed of a separate generator; the global generator is not used.
     """
-    draws = _draws(metric, tensors, resamples, seed)
+    draws = _draws(metric, [tensors], resamples, seed)
     return _interval(metric(*tensors), draws, level)
 
 
@@ -62,12 +62,8 @@ def bootstrap_two_samples(
 
     Each sample is resampled separately. Keywords as in `bootstrap_interval`.
     """
-    generator = torch.Generator().manual_seed(seed)
-    draws = []
-    for _ in range(integer("resamples", resamples)):
-        pair = [t[torch.randint(_examples([t]), (len(t),), generator=generator).to(t.device)] for t in (first, second)]
-        draws.append(metric(*pair))
-    return _interval(metric(first, second), torch.stack(draws), level)
+    draws = _draws(metric, [[first], [second]], resamples, seed)
+    return _interval(metric(first, second), draws, level)
 
 
 def bootstrap_mean(values: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Interval:
@@ -105,7 +101,7 @@ def paired_bootstrap(
         return metric(*tensors[: len(first)]) - metric(*tensors[len(first) :])
 
     both = [*first, *second]
-    draws = _draws(difference, both, resamples, seed)
+    draws = _draws(difference, [both], resamples, seed)
     return comparison(difference(*both), draws, level, examples=len(both[0]))
 
 
@@ -131,15 +127,13 @@ def mcnemar(first_correct: Tensor, second_correct: Tensor) -> McNemar:
 
     Under equal accuracy the b + c discordant examples are fair coin tosses: p = min(1, 2 P(Bin(b + c, ½) ≤ min(b, c))).
     """
+    from scipy.special import bdtr  # loaded only when a test is computed
+
     first, second = same_shape(first_correct=first_correct, second_correct=second_correct)
     if ((first != 0) & (first != 1) | (second != 0) & (second != 1)).any():
         raise ValueError("expected correctness of 0 or 1, got other values; pass prediction == y")
     b, c = int((first > second).sum()), int((second > first).sum())
-    k = torch.arange(min(b, c) + 1, dtype=torch.float64)
-    # log of the binomial coefficients (b + c over k), and of 2^−(b + c)
-    log_choose = math.lgamma(b + c + 1) - torch.lgamma(k + 1) - torch.lgamma(b + c - k + 1)
-    tail = torch.exp(torch.logsumexp(log_choose, 0) - (b + c) * math.log(2)).item()
-    return McNemar(b, c, min(1.0, 2 * tail))
+    return McNemar(b, c, min(1.0, 2 * float(bdtr(min(b, c), b + c, 0.5))))
 
 
 def _examples(tensors: Sequence[Tensor]) -> int:
@@ -149,11 +143,14 @@ def _examples(tensors: Sequence[Tensor]) -> int:
     return lengths.pop()
 
 
-def _draws(metric: Callable[..., Tensor], tensors: Sequence[Tensor], resamples: int, seed: int) -> Tensor:
-    """(R,) the metric on resampled examples; all tensors use the same resample."""
-    generator, n = torch.Generator().manual_seed(seed), _examples(tensors)
-    drawn = (torch.randint(n, (n,), generator=generator) for _ in range(integer("resamples", resamples)))
-    return torch.stack([metric(*(t[i.to(t.device)] for t in tensors)) for i in drawn])
+def _draws(metric: Callable[..., Tensor], samples: Sequence[Sequence[Tensor]], resamples: int, seed: int) -> Tensor:
+    """(R,) the metric on resampled examples; the tensors of one sample use the same resample."""
+    generator, sizes = torch.Generator().manual_seed(seed), [_examples(each) for each in samples]
+    found = []
+    for _ in range(integer("resamples", resamples)):
+        drawn = (torch.randint(n, (n,), generator=generator) for n in sizes)
+        found.append(metric(*(t[i.to(t.device)] for i, each in zip(drawn, samples, strict=True) for t in each)))
+    return torch.stack(found)
 
 
 def resample_counts(n: int, resamples: int, generator: torch.Generator) -> Tensor:

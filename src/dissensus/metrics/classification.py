@@ -269,11 +269,7 @@ def reliability_bins(
 
 
 def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
-    """Index 0…bins−1 of the equal-width bin (k/bins, (k+1)/bins] of every confidence; same shape.
-
-    Left-open, right-closed: a value on an edge belongs to the lower bin, 1 to the last bin, and 0 to the first. Edges
-    are rounded to the dtype of the confidences, so 0.2 lies on the edge 3/15 in float32 as in float64.
-    """
+    """Index of the bin (k/bins, (k+1)/bins] of every confidence, 0 in the first; edges in the dtype of confidences."""
     edges = torch.arange(1, bins, dtype=torch.float64, device=confidence.device) / bins
     return torch.bucketize(confidence.contiguous(), edges.to(confidence.dtype))
 
@@ -281,10 +277,7 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
 def bin_sums(
     confidence: Tensor, correct: Tensor, bins: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, sum of confidence and sum of correctness per bin, (..., K) each: sufficient statistics of the ECE.
-
-    weights (..., n): how often each example counts; None counts each once, and results are then (K,).
-    """
+    """Count, sums of confidence and of correctness per bin, (..., K) each; weights (..., n): how often each example counts."""
     index = confidence_bin(confidence, integer("bins", bins))
     sums = confidence.double(), correct.double()
     if weights is None:

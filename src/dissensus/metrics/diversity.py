@@ -76,7 +76,7 @@ def pairwise_kl(members: Tensor) -> Tensor:
     """(M, M) mean KL(p_i ‖ p_j) over examples, in nats; infinite if j excludes a class that i allows."""
     rows = nonempty_values(distributions(members, class_axis=2, log=True)).double()
     # One member against all at a time: at most (M, n, C) in memory.
-    return torch.stack([_kl(row, rows) for row in rows])
+    return torch.stack([torch.where(row.exp() > 0, row.exp() * (row - rows), 0.0).sum(2).mean(1) for row in rows])
 
 
 def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
@@ -122,12 +122,6 @@ def _variance_ratio(errors: Tensor, scale: Tensor) -> Tensor:
     own, joint = errors.square().mean(), errors.mean(0).square().mean()
     # Below (1e-12)² of the outputs' scale there are only rounding errors.
     return torch.where(own > 1e-24 * scale, own / joint, 1.0).clamp(1, errors.shape[0])
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """(M,) mean KL(p ‖ q_j) of log_p (n, C) and log_q (M, n, C)."""
-    p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(2).mean(1)
 
 
 # Distances between two predictives, for example to a reference: Izmailov, Vikram, Hoffman & Wilson, "What are Bayesian neural

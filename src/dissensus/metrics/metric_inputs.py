@@ -13,11 +13,7 @@ TOLERANCE = 1e-3  # how far a row of probabilities may be from summing to one
 def labelled_rows(
     values: Tensor, y: Tensor, ignore_index: int | None = None, *, class_axis: int = 1, log: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows (n, C) in the given dtype and labels (n,), without void places (n = 0 if all are void).
-
-    Values are probabilities (N, C) or (N, C, H, W), or their logarithms when `log`; y (N,) or (N, H, W) class indices.
-    Members (M, N, C, ...), for class_axis 2, give rows (M, n, C).
-    """
+    """Rows (n, C) of probabilities or logarithms, (M, n, C) for class_axis 2, and labels (n,), without void places."""
     values = tensor_of(values, torch.float64)
     rows = distributions(values, class_axis=class_axis, log=log)
     shape = (values.shape[class_axis - 1], *values.shape[class_axis + 1 :])
@@ -168,10 +164,7 @@ def _place_text(place: tuple[int, ...]) -> str:
 
 
 def checked_weights(weights: Tensor, count: int, name: str = "weights") -> Tensor:
-    """Checked weights (..., N) in float64, how often each example counts: non-negative, with a positive sum.
-
-    Leading axes are resamples: a bootstrap is a metric with a table of weights (R, N), without a loop.
-    """
+    """Checked weights (..., N) in float64, how often each example counts; leading axes are resamples of a bootstrap."""
     if weights.ndim == 0 or weights.shape[-1] != count:
         raise ValueError(f"expected {name} (..., {count}), got {tuple(weights.shape)}; pass one weight per example")
     weights = weights.detach().double()

@@ -4,9 +4,7 @@ OOD scores are higher for more OOD inputs. They are computed from log-probabilit
 −log max p is computed from the other classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident
 inputs do not tie. Use them rather than probabilities: a float32 softmax saturates at 1, which makes ties.
 
-Every OOD metric takes (score_in, score_ood), any shapes; OOD is the positive class. Thresholds are distinct scores, so ties
-are handled exactly. weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a
-bootstrap; the result then has the leading axes. None counts every input once.
+OOD is the positive class. Thresholds are distinct scores, so ties are handled exactly.
 
 Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any
 per-example loss, for example 0/1 errors. Each example counts with the mean loss of all examples of equal confidence, which is
@@ -142,8 +140,8 @@ class RocCurve(NamedTuple):
 def roc_curve(score_in: Tensor, score_ood: Tensor) -> RocCurve:
     """RocCurve with one point per distinct score; scores as in `auroc`."""
     thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
-    fpr, tpr = counts.rates()
-    return RocCurve(_prepend(0.0, fpr), _prepend(0.0, tpr), _prepend(float("inf"), thresholds))
+    fpr, tpr = (_prepend(0.0, rate) for rate in counts.rates())
+    return RocCurve(fpr, tpr, _prepend(math.inf, thresholds))
 
 
 class PrecisionRecallCurve(NamedTuple):
@@ -157,9 +155,8 @@ class PrecisionRecallCurve(NamedTuple):
 def precision_recall_curve(score_in: Tensor, score_ood: Tensor) -> PrecisionRecallCurve:
     """PrecisionRecallCurve with one point per distinct score; OOD is positive, scores as in `auroc`."""
     thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
-    recall = counts.rates()[1]
-    precision, thresholds = _prepend(1.0, counts.precision()), _prepend(math.inf, thresholds)
-    return PrecisionRecallCurve(precision, _prepend(0.0, recall), thresholds)
+    precision, recall = _prepend(1.0, counts.precision()), _prepend(0.0, counts.rates()[1])
+    return PrecisionRecallCurve(precision, recall, _prepend(math.inf, thresholds))
 
 
 class PerImageOOD(NamedTuple):
@@ -266,10 +263,7 @@ PairOfWeights = tuple[Tensor, Tensor] | None
 
 
 class RankedCounts(NamedTuple):
-    """Counts in order of decreasing score, the sufficient statistics of all OOD metrics. Leading axes are resamples.
-
-    Exact metrics count at the distinct scores, `streaming.ScoreHistogram` in bins, bootstraps as often as an input was drawn.
-    """
+    """Counts in order of decreasing score, the sufficient statistics of all OOD metrics. Leading axes are resamples."""
 
     in_counts: Tensor  # (..., K) in-distribution inputs at the k-th highest score
     ood_counts: Tensor  # (..., K) OOD inputs there
@@ -306,12 +300,7 @@ class RankedCounts(NamedTuple):
         return (share * self.precision(prevalence)).sum(-1)
 
     def fpr(self, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
-        """(...) share of in-distribution inputs flagged at the threshold that flags a share `recall` of OOD inputs.
-
-        "at_least": the highest threshold with at least that recall. "nearest": the threshold with the nearest recall,
-        above or below, as in the released anomaly-segmentation code. If several thresholds have that recall, the lowest is
-        taken; at full recall the highest.
-        """
+        """(...) share of in-distribution inputs flagged where a share `recall` of OOD inputs is; `rule` as in `fpr95`."""
         one_of("rule", rule, ("at_least", "nearest"))
         fraction("recall", recall)
         fpr, reached = self.rates()
@@ -326,10 +315,7 @@ class RankedCounts(NamedTuple):
 
 
 def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = None) -> tuple[Tensor, RankedCounts]:
-    """(K,) distinct scores, highest first, and their RankedCounts, from two flat tensors of one dtype.
-
-    weights: how often each input counts; None counts each once.
-    """
+    """(K,) distinct scores, highest first, and their RankedCounts; weights: how often each input counts, None: once."""
     thresholds, group = torch.unique(torch.cat([score_in, score_ood]), return_inverse=True)
     group = len(thresholds) - 1 - group  # highest first
     groups = group[: len(score_in)], group[len(score_in) :]

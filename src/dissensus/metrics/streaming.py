@@ -44,7 +44,7 @@ class CalibrationBins(NamedTuple):
 
     def merge(self, other: CalibrationBins) -> CalibrationBins:
         """CalibrationBins of both."""
-        return CalibrationBins(*(a + b for a, b in zip(self, other, strict=True)))
+        return CalibrationBins(*map(torch.add, self, other))
 
     def ece(self) -> Tensor:
         """() expected calibration error of all examples."""
@@ -113,7 +113,7 @@ class ScoreHistogram(NamedTuple):
 
     def merge(self, other: ScoreHistogram) -> ScoreHistogram:
         """ScoreHistogram of both."""
-        return ScoreHistogram(*(a + b for a, b in zip(self, other, strict=True)))
+        return ScoreHistogram(*map(torch.add, self, other))
 
     def auroc(self) -> Bounded:
         """Bounded () area under the ROC curve. Each pair within a bin may be wrong by ½: |error| ≤ ½ Σ_k p_k q_k."""
@@ -167,7 +167,7 @@ class RiskHistogram(NamedTuple):
 
     def merge(self, other: RiskHistogram) -> RiskHistogram:
         """RiskHistogram of both."""
-        return RiskHistogram(*(a + b for a, b in zip(self, other, strict=True)))
+        return RiskHistogram(*map(torch.add, self, other))
 
     def risk_coverage(self, points: int = 200) -> RiskCoverage:
         """RiskCoverage at about `points` coverages at most, evenly chosen from the ends of bins."""

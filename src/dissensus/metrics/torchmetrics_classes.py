@@ -20,10 +20,7 @@ from dissensus.utils.arrays import tensor_of
 
 
 class _Sums(Metric):
-    """Base class whose states are sums, added over processes; `number` computes the metric from them.
-
-    If `values` is a plain function of per-example values, `update` takes its tensors and sums the values.
-    """
+    """Base class whose states are sums; `number` computes the metric, `values` the numbers that `update` sums."""
 
     full_state_update = False
     is_differentiable = False
@@ -154,28 +151,30 @@ class IntervalCoverage(_MeanOfValues, values=regression.interval_coverage_values
     """torchmetrics class of `interval_coverage`: compute() gives () over all batches; best at the interval's level."""
 
 
-class ECE(_Sums, number=streaming.CalibrationBins.ece):
+class _LabelledCounts(_Sums):
+    """Base: counts of class predictions, without void places."""
+
+    def __init__(self, empty: Any, ignore_index: int | None, **kwargs: Any) -> None:
+        super().__init__(empty, **kwargs)
+        self.ignore_index = ignore_index
+        self._keep_apart(ignore_index)
+
+    def update(self, probabilities: Tensor, y: Tensor) -> None:
+        self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
+
+
+class ECE(_LabelledCounts, number=streaming.CalibrationBins.ece):
     """torchmetrics class of `ece`: compute() gives () over all batches."""
 
     def __init__(self, *, bins: int = 15, ignore_index: int | None = None, **kwargs: Any) -> None:
-        super().__init__(streaming.CalibrationBins.empty(bins), **kwargs)
-        self.ignore_index = ignore_index
-        self._keep_apart(ignore_index)
-
-    def update(self, probabilities: Tensor, y: Tensor) -> None:
-        self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
+        super().__init__(streaming.CalibrationBins.empty(bins), ignore_index, **kwargs)
 
 
-class MIoU(_Sums, number=streaming.ConfusionCounts.miou, higher_is_better=True):
+class MIoU(_LabelledCounts, number=streaming.ConfusionCounts.miou, higher_is_better=True):
     """torchmetrics class of `miou`: compute() gives () over all batches."""
 
     def __init__(self, *, classes: int, ignore_index: int | None = None, **kwargs: Any) -> None:
-        super().__init__(streaming.ConfusionCounts.empty(classes), **kwargs)
-        self.ignore_index = ignore_index
-        self._keep_apart(ignore_index)
-
-    def update(self, probabilities: Tensor, y: Tensor) -> None:
-        self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
+        super().__init__(streaming.ConfusionCounts.empty(classes), ignore_index, **kwargs)
 
 
 class _Ranking(_Sums):

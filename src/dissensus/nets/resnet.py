@@ -75,16 +75,17 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module | None = nn.Identity() if skip else None
         if skip and (stride != 1 or inputs != outputs):
-            self.shortcut = (
-                nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
-                if learned_shortcut
-                else PaddedShortcut(outputs)
-            )
+            self.shortcut = projection(inputs, outputs, stride) if learned_shortcut else PaddedShortcut(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         return F.relu(out if self.shortcut is None else out + self.shortcut(x))
+
+
+def projection(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    """A 1×1 convolution with batch norm, for shortcuts."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 class MeanPool(nn.Module):
@@ -194,9 +195,7 @@ class WideBottleneck(nn.Module):
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.downsample = projection(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         found = F.relu(self.bn1(self.conv1(x)))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.nets.resnet import add_trunk, features
+from dissensus.nets.resnet import add_trunk, features, projection
 
 POOLED = (1, 2, 3, 6)  # rows and columns of the pyramid
 WIDE = 0
@@ -117,8 +117,7 @@ class Bottleneck(nn.Module):
         self.branch = nn.Sequential(
             *norm_block(nn.Conv2d(width, inner, 1, bias=False), inner, activation),
             *norm_block(middle, inner, activation),
-            nn.Conv2d(inner, width, 1, bias=False),
-            nn.BatchNorm2d(width),
+            *projection(inner, width),
             nn.Dropout2d(dropout),
         )
         self.act = make_activation(activation, width)
@@ -137,8 +136,7 @@ class DownBlock(nn.Module):
         self.branch = nn.Sequential(
             *norm_block(nn.Conv2d(inputs, inner, 2, stride=2, bias=False), inner, nn.PReLU),
             *norm_block(nn.Conv2d(inner, inner, 3, padding=1, bias=False), inner, nn.PReLU),
-            nn.Conv2d(inner, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
+            *projection(inner, outputs),
             nn.Dropout2d(dropout),
         )
         self.act = nn.PReLU(outputs)
@@ -157,11 +155,10 @@ class UpBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         inner = inputs // 4
-        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = projection(inputs, outputs)
         self.reduce = nn.Sequential(*norm_block(nn.Conv2d(inputs, inner, 1, bias=False), inner, nn.ReLU))
         self.grow = nn.ConvTranspose2d(inner, inner, 3, stride=2, padding=1, bias=False)
-        widen = nn.Conv2d(inner, outputs, 1, bias=False)
-        parts = (nn.BatchNorm2d(inner), nn.ReLU(), widen, nn.BatchNorm2d(outputs), nn.Dropout2d(dropout))
+        parts = (nn.BatchNorm2d(inner), nn.ReLU(), *projection(inner, outputs), nn.Dropout2d(dropout))
         self.expand = nn.Sequential(*parts)
 
     def forward(self, x: Tensor, places: Tensor, size: torch.Size) -> Tensor:

@@ -33,12 +33,8 @@ def eigenvectors_by_products(matrix: Tensor, count: int, order: Order) -> tuple[
 
 
 def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(values (k,), vectors (M, k)), largest first, of a symmetric positive semi-definite matrix (M, M) in float64.
-
-    Repeated squaring of A converges to λ^n v vᵀ, whose columns are the leading eigenvector; A is then deflated,
-    A ← (I − v vᵀ) A (I − v vᵀ). Equal eigenvalues give an orthonormal basis of their space. `torch.linalg.eigh` is faster on
-    a CPU, but reads an error code on the host. Beyond the rank of the matrix, values and vectors are zeros.
-    """
+    """(values (k,), vectors (M, k)), largest first, of a symmetric matrix ≥ 0 in float64; zeros beyond its rank."""
+    # Squaring A converges to λ^n v vᵀ; A is then deflated, A ← (I − v vᵀ) A (I − v vᵀ). eigh would read an error on the host.
     values: list[Tensor] = []
     vectors: list[Tensor] = []
     least = NOTHING * matrix.diagonal().sum()

@@ -42,15 +42,7 @@ def sample_chains(
     generators: Sequence[torch.Generator],
     every: int = 1,
 ) -> Chains:
-    """Samples of exp(−energy); each chain draws all its random numbers from its own generator.
-
-    Args:
-        energy: computes M energies at once; a move to an energy that is not finite is rejected.
-        start: (M, P) initial positions.
-        warmup: trajectories before the first sample, in which each chain finds its step size for `target_acceptance`.
-        leapfrog: leapfrog steps per trajectory.
-        every: trajectories per kept position.
-    """
+    """Samples of exp(−energy) from start (M, P); each chain has its generator, and finds its step size in the warm-up."""
     point = Point(start, *energy(start))
     sizes = StepSizes(first_step_size(energy, point, generators), target_acceptance)
     draws = start.new_empty(len(start), samples, start.shape[1])

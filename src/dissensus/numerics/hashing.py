@@ -36,17 +36,14 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     totals: dict[torch.device, Tensor] = {}
     for number, tensor in enumerate(tensors):
         flat = tensor.detach().reshape(-1)
-        words = narrowest_float(flat).view(torch.int32) if flat.is_floating_point() else flat.long().view(torch.int32)
+        if flat.is_floating_point():  # in float32 if that is exact, else in float64
+            single = flat.float()
+            flat = single if flat.dtype != torch.float64 or torch.equal(single.double(), flat) else flat
+        words = (flat if flat.is_floating_point() else flat.long()).view(torch.int32)
         for part in torch.split(words, PART):  # bounds the memory of products
             total = (part * odd_numbers(part.device)[: len(part)]).sum() * as_signed((2 * number + 1) * _ODD % 2**64)
             totals[part.device] = total + totals.get(part.device, 0)
     return sum(int(total) for total in totals.values()) % 2**64
-
-
-def narrowest_float(values: Tensor) -> Tensor:
-    """The values in float32 if that is exact, else in float64."""
-    single = values.float()
-    return single if values.dtype != torch.float64 or torch.equal(single.double(), values) else values
 
 
 @functools.cache

@@ -5,14 +5,8 @@ from torch import Tensor
 
 
 def isotonic_knots(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """((K,), (K,)) knots of the non-decreasing function f that minimises Σ w (y − f(x))²; float64.
-
-    Pool adjacent violators (Ayer et al. 1955): equal x are one point with their mean y, and decreasing neighbours are pooled.
-    Between knots f is linear, outside of them constant, as in scikit-learn.
-
-    Args:
-        x, y, weight: (N,); rows of weight 0 do not count, and at least one row must count.
-    """
+    """((K,), (K,)) float64 knots of the non-decreasing function f that minimises Σ w (y − f(x))² over x, y, w (N,)."""
+    # Pool adjacent violators (Ayer et al. 1955); between knots f is linear, outside constant, as in scikit-learn.
     kept = weight > 0
     x, y, weight = (tensor[kept].double().cpu() for tensor in (x, y, weight))
     points, where = torch.unique(x, return_inverse=True)  # ascending

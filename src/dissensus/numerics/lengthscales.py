@@ -180,10 +180,7 @@ class Moments:
 
 
 def _randomised_eigen(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) -> tuple[Moments, Tensor, Tensor]:
-    """(moments, eigenvalues (R,), eigenvectors (D, R)), largest first, by subspace iteration and a Nyström step.
-
-    With an orthonormal basis Q and Y = C Q:  C ≈ Y (Qᵀ Y)⁻¹ Yᵀ,  which is exact on the span of Q.
-    """
+    """(moments, eigenvalues (R,), eigenvectors (D, R)), largest first, by subspace iteration and a Nyström step."""
     dimension = first.shape[1]
     # A separate generator, so that the caller's random state does not change.
     generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.resources import as_file, files
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
@@ -26,25 +27,9 @@ PALETTE = ("#4c8bc9", "#e0803a", "#35a06f", "#a678d8", "#d4566b", "#29a3a8", "#a
 ROOM_INSIDE = 4  # most names in a legend inside the axes
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 INKED = ["text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.", "legend.label"]
-STYLE: dict[Any, Any] = {
-    **{f"{part}color": INK for part in INKED},
-    "font.size": 9.5,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9.5,
-    "legend.fontsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.15,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.6,
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-    "text.parse_math": False,  # names are plain text, never formulas
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-}
+STYLE: dict[Any, Any] = {f"{part}color": INK for part in INKED}
+with as_file(files("dissensus.plots") / "charts.mplstyle") as path:
+    STYLE |= matplotlib.rc_params_from_file(path, use_default_template=False)
 WIDTH, HEIGHT = 4.6, 3.3  # inches
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -54,13 +39,9 @@ POWER = FuncFormatter(lambda value, _: f"10{str(round(np.log10(value))).translat
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Name -> colour, in order; the first ones differ most. Names beyond the palette get darker shades of it."""
     rounds = [divmod(i, len(PALETTE)) for i in range(len(names))]
-    return {name: darken(PALETTE[i], 0.55**turn) for name, (turn, i) in zip(names, rounds, strict=True)}
-
-
-def darken(colour: str, share: float) -> str:
-    """A colour with this share of its brightness."""
-    red, green, blue = to_rgb(colour)
-    return to_hex((share * red, share * green, share * blue))
+    parts = [(0.55**turn, *to_rgb(PALETTE[i])) for turn, i in rounds]
+    shades = [to_hex((share * red, share * green, share * blue)) for share, red, green, blue in parts]
+    return dict(zip(names, shades, strict=True))
 
 
 class Curve(NamedTuple):
@@ -276,10 +257,7 @@ def _figure(
 
 
 def _set_margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
-    """Sets margins for ticks and labels, in inches: `gap` between rows, `below` under the figure.
-
-    matplotlib's layout engine would do the same, but takes as long as the drawing itself.
-    """
+    """Sets margins in inches: `gap` between rows, `below` under the figure; matplotlib's layout engine is slow."""
     (width, height), (rows, columns) = figure.get_size_inches(), figure.axes[0].get_gridspec().get_geometry()
     left, right, top, bottom, between = 0.87, 0.25, 0.32, 0.52 + below, 0.8
     across, down = width - left - right - (columns - 1) * between, height - top - bottom - (rows - 1) * gap
@@ -395,10 +373,7 @@ def surface_figure(
     ylabel: str = "",
     highest: float | None = None,
 ) -> Figure:
-    """Draws contours of losses (P, Q) at x and y (P, Q), on one logarithmic scale, with named points.
-
-    highest: losses above it get its colour; by default three hundred times the lowest loss.
-    """
+    """Draws contours of losses (P, Q) at x and y (P, Q) on one log scale; highest: by default 300 times the lowest."""
     every = np.concatenate([np.asarray(loss, float).ravel() for _, _, loss, _ in losses.values()])
     finite = every[np.isfinite(every)]
     low = max(float(finite.min()), 1e-4)

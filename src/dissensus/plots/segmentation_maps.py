@@ -55,10 +55,7 @@ def heat_image(values: Array, *, largest: float, colours: str) -> np.ndarray:
 
 
 def scene_figure(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, classes: Sequence[str]) -> Figure:
-    """Draws the image (H, W, 3) and its truth (H, W), then one row per method, all on the same scales.
-
-    If the truth has UNKNOWN pixels, the window with most of them is shown enlarged.
-    """
+    """Draws image (H, W, 3), truth (H, W) and a row per method; the window with most UNKNOWN pixels is enlarged."""
     target = np.asarray(target)
     window = densest_window(target == UNKNOWN)
     largest = max(float(np.quantile(np.asarray(each.epistemic), 0.998)) for each in methods.values()) or 1.0

@@ -29,7 +29,11 @@ def piecewise_linear_moments(a: Tensor, b: Tensor, c: Tensor, negative_slope: fl
     """(C, D) of φ(z) = max(z, 0) + slope·min(z, 0); Z = C, since z φ'(z) = φ(z) (Cho & Saul 2009)."""
     low, high = min(float(a.min()), float(b.min())), max(float(a.max()), float(b.max()))
     usual = low >= math.sqrt(torch.finfo(c.dtype).tiny) and high <= math.sqrt(torch.finfo(c.dtype).max)
-    scale = (a * b).sqrt_() if usual else _geometric_mean(a, b)  # of equal a and b exactly a
+    if usual:
+        scale = (a * b).sqrt_()  # of equal a and b exactly a
+    else:  # without ab, which may leave the range of floats
+        most = torch.maximum(a, b)
+        scale = most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, 1.0)).sqrt()
     some = None if usual else scale > 0
     angle = (c / (scale if some is None else scale.where(some, 1.0))).clamp_(-1, 1).acos_()
     # G = (π − θ)/2π, F = √(ab) sin θ/2π + G c, and of −c they are ½ − G and F − c/2
@@ -43,12 +47,6 @@ def piecewise_linear_moments(a: Tensor, b: Tensor, c: Tensor, negative_slope: fl
     mean = (1 + negative_slope) / 2
     at_zero = torch.where(a > 0, mean, negative_slope) * torch.where(b > 0, mean, negative_slope)
     return value.where(some, 0.0), slope.where(some, at_zero.to(slope.dtype))
-
-
-def _geometric_mean(a: Tensor, b: Tensor) -> Tensor:
-    """√(ab) without ab, which may leave the range of floats."""
-    most = torch.maximum(a, b)
-    return most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, 1.0)).sqrt()
 
 
 def erf_moments(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,10 +88,7 @@ TAIL = 2e-5
 def coefficients(
     function: Callable[[Tensor], Tensor], variance: Tensor, factors: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., V, n) coefficients of φ(vz), v φ'(vz) and z φ'(vz) in the Hermite polynomials of z/√variance, for V factors v.
-
-    `weights`: the factors' probabilities, used to judge whether the function is smooth enough.
-    """
+    """(..., V, n) Hermite coefficients of φ(vz), v φ'(vz) and z φ'(vz), for V factors v with these probabilities."""
     nodes, basis = (each.to(variance.device) for each in hermite_basis(ORDER))
     z = variance.clamp(min=0).sqrt()[..., None, None] * nodes  # (..., 1, n)
     at = (factors[:, None] * z).detach().requires_grad_()  # (..., V, n)
@@ -131,11 +126,7 @@ def _check_smooth(table: Tensor, weights: Tensor) -> None:
 
 @lru_cache(maxsize=8)
 def hermite_basis(order: int) -> tuple[Tensor, Tensor]:
-    """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j), h_k the normalised Hermite polynomials of N(0, 1).
-
-    Golub & Welsch 1969: eigenvalues and eigenvectors of the polynomials' tridiagonal recurrence. Rows are orthonormal. Nothing
-    overflows, although h_k would.
-    """
+    """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j) of N(0, 1), by Golub & Welsch (1969); never overflows."""
     off = torch.arange(1, order, dtype=torch.float64).sqrt()
     nodes, basis = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return nodes, basis * basis[0].sign()  # √w_j = basis[0, j] > 0

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.layers.modulation import Modulation
 from dissensus.theory.activations import ACTIVATIONS, Activation, activation_of
-from dissensus.theory.empirical_kernels import EnsembleBlocks
+from dissensus.theory.empirical_kernels import EnsembleBlocks, ensemble_blocks
 from dissensus.theory.kernel_inputs import check_kernels, input_moments, variance_of
 from dissensus.utils.checks import integer, one_of
 
@@ -209,52 +209,8 @@ class EmbeddedNetwork:
         return EmbeddedNetwork(shared, own, self.activation)
 
     def blocks(self, x1: Tensor, x2: Tensor | None = None) -> EnsembleBlocks:
-        """The same as `ensemble_blocks`, computed from activations and backpropagated signals only:
-
-        Θ^com_αβ = ⟨x^L, x'^L⟩/N_L + Σ_l ⟨δ^l, δ'^l⟩ (⟨x^{l−1}, x'^{l−1}⟩/N_{l−1} + 1_b)
-        Θ^ind_α  = Σ_l ⟨∂f/∂u, ∂f/∂u'⟩ + ⟨∂f/∂v, ∂f/∂v'⟩
-        """
-        first = self._signals(x1)
-        second = first if x2 is None else self._signals(x2)
-        common: Tensor = torch.zeros(())
-        individual: Tensor = torch.zeros(())
-        for l, (one, two) in enumerate(zip(first, second, strict=True), start=1):
-            gram = torch.einsum("anw,bmw->abnm", one.inputs, two.inputs) / one.inputs.shape[-1]
-            gram = gram + float(f"bias{l}" in self.shared)
-            common = common + torch.einsum("anow,bmpw->abnmop", one.delta, two.delta) * gram[..., None, None]
-            for left, right in zip(one.own, two.own, strict=True):
-                individual = individual + torch.einsum("anow,ampw->anmop", left, right)
-        return EnsembleBlocks(common, individual)
-
-    def _signals(self, x: Tensor) -> list[_Signals]:
-        """For each layer: inputs (M, B, N), ∂f/∂z and ∂f/∂(u, v) (M, B, O, N), for every input separately."""
-        members, batch = self.members, len(x)
-        rows = {name: tensor[:, None].expand(members, batch, -1) for name, tensor in self.own.items()}
-        own = {name: tensor.detach().clone().requires_grad_() for name, tensor in rows.items()}
-        inputs, zs = [], []
-        h = x.expand(members, *x.shape)
-        with torch.enable_grad():
-            for l in range(1, self.depth + 2):
-                inputs.append(h.detach())
-                z = h @ self.shared[f"weight{l}"] / h.shape[-1] ** 0.5 + self.shared.get(f"bias{l}", 0.0)
-                zs.append(z.requires_grad_())
-                if l <= self.depth:
-                    h = own[f"u{l}"] * ACTIVATIONS[self.activation].function(own[f"v{l}"] * z)
-            f = zs[-1]
-            leaves = [*zs, *own.values()]
-            found = [torch.autograd.grad(each.sum(), leaves, retain_graph=True) for each in f.unbind(-1)]
-        stacked = [torch.stack(each, 2) for each in zip(*found, strict=True)]  # (M, B, O, N)
-        factors = dict(zip(own, stacked[len(zs) :], strict=True))
-        return [
-            _Signals(inputs[l], stacked[l], [factors[f"u{l + 1}"], factors[f"v{l + 1}"]] if l < self.depth else [])
-            for l in range(len(zs))
-        ]
-
-
-class _Signals(NamedTuple):
-    inputs: Tensor
-    delta: Tensor
-    own: list[Tensor]
+        """The measured kernels within and between members: `ensemble_blocks` of this network."""
+        return ensemble_blocks(self.member, self.shared, self.own, x1, x2)
 
 
 def train_embedded(

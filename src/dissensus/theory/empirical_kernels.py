@@ -144,10 +144,7 @@ Dense = nn.Linear | NTKLinear
 
 
 def layerwise_kernel(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
-    """(N1, N2, O, O) from the layers' inputs and signals, block by block; of a symmetric kernel one half is computed.
-
-    Raises, or gives a wrong kernel (which `empirical_ntk` detects), if a parameter is used outside one call of its Linear.
-    """
+    """(N1, N2, O, O) from layers' inputs and signals; wrong if a parameter is used outside one call of its Linear."""
     linear: list[Dense] = [each for each in network.modules() if isinstance(each, nn.Linear | NTKLinear)]
     width = sum(each.out_features * each.weight.element_size() for each in linear)
     needed = result + (len(x1) + len(x2)) * outputs * width
@@ -293,8 +290,7 @@ def is_consistent(way: Way, network: FlatOutputs, x: Tensor, outputs: int) -> bo
 
 
 def exact_convolutions() -> AbstractContextManager[object]:
-    """Context in which GPU convolutions use full float32 precision; torch's default, ten bits, is too coarse for small
-    eigenvalues."""
+    """Context in which GPU convolutions use full float32: torch's default, ten bits, is too coarse for small eigenvalues."""
     return torch.backends.cudnn.flags(
         enabled=torch.backends.cudnn.enabled,
         benchmark=torch.backends.cudnn.benchmark,
@@ -392,19 +388,16 @@ def ensemble_blocks(
     def gradients(params: Params, others: Params, x: Tensor) -> list[Tensor]:
         return output_gradients(lambda p, one: function({**others, **p}, one[None]).reshape(-1), params, x)
 
-    left = [gradients(weights, {**each[m], **constant[m]}, x1) for m in range(members)]
-    right = left
-    if x2 is not None:
-        right = [gradients(weights, {**each[m], **constant[m]}, second) for m in range(members)]
+    def both_gradients(params: Params, others: Params) -> tuple[list[Tensor], list[Tensor]]:
+        one = gradients(params, others, x1)
+        return one, one if x2 is None else gradients(params, others, second)
+
+    left, right = zip(*(both_gradients(weights, {**a, **b}) for a, b in zip(each, constant, strict=True)), strict=True)
     theta = torch.stack([torch.stack([contract(one, two).permute(0, 2, 1, 3) for two in right]) for one in left])
     if not own:
         return EnsembleBlocks(theta, torch.zeros_like(theta[0]))
-    inner = []
-    for m in range(members):
-        one = gradients(each[m], {**weights, **constant[m]}, x1)
-        two = one if x2 is None else gradients(each[m], {**weights, **constant[m]}, second)
-        inner.append(contract(one, two).permute(0, 2, 1, 3))
-    return EnsembleBlocks(theta, torch.stack(inner))
+    pairs = (both_gradients(a, {**weights, **b}) for a, b in zip(each, constant, strict=True))
+    return EnsembleBlocks(theta, torch.stack([contract(*pair).permute(0, 2, 1, 3) for pair in pairs]))
 
 
 def posterior_blocks(

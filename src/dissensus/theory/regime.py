@@ -11,10 +11,8 @@ narrowest hidden layer. Above 0.075 (fewer than about 13 nodes per other member)
 was set on the cells of the task `embedded-width` and tested on other data (docs/results/embedded.md).
 
 The correlation comes from the recursion of `embedded_kernels`, with the moments of the actual factors, for a chain of ReLU
-layers, one input and random weights without biases: K_k ← 2 m_k C_k, Θ_k ← m_k (C_k + 2 D_k Θ_k), k = same, different members.
-Pooling, parallel branches and unknown layers may bring members nearer together than a chain would. There both extremes are
-followed: members as near as the chain says (or uncorrelated, after activations other than ReLU), and members that are equal.
-If the two results differ, the answer is unknown.
+layers: K_k ← 2 m_k C_k, Θ_k ← m_k (C_k + 2 D_k Θ_k), k = same, different members. Where other layers may bring members nearer
+together, both extremes are followed, the chain's and equal members; if their results differ, the answer is unknown.
 
 The largest stable rate comes from the largest eigenvalue of the whole tangent kernel over members × examples × outputs,
 
@@ -90,7 +88,8 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
         whole = [name for name in order if name in layers]
         through = unavoidable_layers(network, whole, seen)
     known = not any(_has_unknown_weights(part) for part in parts.values())
-    opaque = any(_is_activation(part) and not isinstance(part, nn.ReLU) for part in parts.values())
+    named = nn.modules.activation.__name__, (*READERS, nn.ReLU)
+    opaque = any(type(part).__module__ == named[0] and not isinstance(part, named[1]) for part in parts.values())
     # A custom forward may pool without a layer; an nn.Sequential cannot.
     written = any(list(part.children()) and not isinstance(part, nn.Sequential) for part in parts.values())
     pools = any(type(part).__module__ == nn.modules.pooling.__name__ for part in parts.values())
@@ -163,10 +162,7 @@ def moments(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def unavoidable_layers(network: nn.Module, layers: Sequence[str], followed: TracedCalls | None) -> set[str]:
-    """The layers through which every path from inputs to outputs leads; empty if unknown.
-
-    Layers that produce the network's outputs count as one.
-    """
+    """The layers through which every path to the outputs leads (output layers count as one); empty if unknown."""
     if followed is None or "" in layers:  # "": the network is itself the layer
         return {name for name in layers if followed is not None}
 
@@ -206,10 +202,6 @@ def _has_unknown_weights(part: nn.Module) -> bool:
     """Whether the layer has weights with unknown effect: attention, recurrent layers, embeddings."""
     own = not isinstance(part, (*CONVERTIBLE, *NORMS)) and not list(part.children()) and bool(list(part.parameters()))
     return own or isinstance(part, READERS)
-
-
-def _is_activation(part: nn.Module) -> bool:
-    return type(part).__module__ == nn.modules.activation.__name__ and not isinstance(part, READERS)
 
 
 def _relu(c: float) -> tuple[float, float]:
@@ -327,10 +319,7 @@ def largest_rate(outputs: MemberOutputs, y: Tensor | None = None) -> float | Non
 
 
 def overlap(outputs: MemberOutputs) -> float:
-    """Kernel overlap between members: Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes.
-
-    0 for independent members, 1 for equal ones; NaN if no shared tensor affects the outputs.
-    """
+    """Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα by random probes: 0 if independent, 1 if equal, NaN if none is shared."""
     members = outputs.particles.members
     shared = {name: outputs.tensors[name] for name in outputs.shared}
     if members == 1 or not shared:
@@ -356,10 +345,7 @@ def overlap(outputs: MemberOutputs) -> float:
 
 
 def correlation_of(outputs: MemberOutputs) -> float | None:
-    """Correlation of members' outputs: Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩ over inputs and outputs; None if all are 0.
-
-    Not centred, like the predicted correlation: the mean over random weights is 0, the mean over inputs need not be.
-    """
+    """Correlation of members' outputs, not centred: Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩; None if all are 0."""
     with outputs.evaluation_context(), torch.no_grad():
         f = outputs(outputs.tensors).detach().double().flatten(1)  # (M, B·O)
     within = float(f.square().sum())
@@ -368,10 +354,7 @@ def correlation_of(outputs: MemberOutputs) -> float | None:
 
 
 def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -> float | None:
-    """The largest second derivative of a member's mean loss with respect to its outputs (M, B, …), or a bound.
-
-    None if the likelihood has no closed form and there are no targets.
-    """
+    """Largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound; None if it needs targets."""
     form = type(particles.likelihood).curvature
     if form is Classification.curvature:
         weights: list[float] = getattr(particles.likelihood, "class_weights", None) or [1.0]
@@ -393,11 +376,7 @@ def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -
 def _lanczos(
     outputs: MemberOutputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
 ) -> tuple[float, Tensor]:
-    """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector), by the Lanczos method.
-
-    It combines all powers so far, which needs a tenth of the products of plain power iteration: the largest eigenvalues of
-    similar members lie close together.
-    """
+    """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector); power iteration needs ten times the products."""
     basis: list[Tensor] = []
     alphas: list[float] = []
     betas: list[float] = []

@@ -24,11 +24,7 @@ def as_array(values: Any) -> np.ndarray:
 
 
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
-    """An array, Series or DataFrame as a tensor on the host; other values are returned unchanged.
-
-    Integer arrays keep their dtype; floating-point arrays and DataFrames get torch's default dtype or `dtype`. Raises if
-    rounding to it would make different values equal, as for dates in seconds.
-    """
+    """An array, Series or DataFrame as a tensor (real numbers in `dtype` or torch's default); other values unchanged."""
     if isinstance(values, Tensor) or not is_array(values):
         return values
     table = hasattr(values, "columns")

@@ -175,10 +175,7 @@ register_optimizer_step_post_hook(count_optimizer_step)
 
 
 def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether the optimiser has stepped, or weights were set by hand, since the last call for this posterior.
-
-    Calls `check_optimizer` the first time; reads no tensor. True if it cannot be known (compiled code).
-    """
+    """Whether the optimiser stepped, or weights were set, since the last call; checks it the first time, reads no tensor."""
     if torch.compiler.is_compiling() or not isinstance(optimizer, Optimizer):
         return True
     known, before = _shown.get(posterior, (None, []))

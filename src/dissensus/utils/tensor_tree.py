@@ -105,10 +105,7 @@ class TensorPlaces:
 
 
 def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
-    """These modules and their submodules, each once, in any order; `modules()` takes ten times as long.
-
-    `trees`: whether to go on into a `TensorTree`, whose nodes have tensors and no mode.
-    """
+    """These modules and their submodules, each once, in any order; `trees`: whether also those of a `TensorTree`."""
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [*modules]
     while waiting:

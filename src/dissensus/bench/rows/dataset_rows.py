@@ -62,8 +62,7 @@ def find_file(name: str, folders: Sequence[Path], what: str = "") -> Path:
 
 
 class DatasetRows(NamedTuple):
-    """The rows of a data set for training. `validation`: None if the set has no validation rows; `ood`, `shift`: sets that
-    come with it, for a segmentation the foreign pixels of its test rows."""
+    """The rows of a data set for training, and sets that come with it; validation is None if it has none."""
 
     train: TaskRows
     test: TaskRows
@@ -109,10 +108,7 @@ def standardised_batches(
     shuffle: bool = False,
     augment: Callable[..., Any] | None = None,
 ) -> Batches:
-    """(x, y) batches in float32; images are augmented, then standardised. Random numbers come from torch's generator.
-
-    A training checkpoint stores that generator's state, so a stopped run continues with the same batches.
-    """
+    """(x, y) batches in float32; images are augmented, then standardised, by torch's generator, which checkpoints save."""
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
     if rows.x.ndim == 4:

@@ -53,10 +53,7 @@ def line_geometry(
     position: Callable[[Tensor], Tensor] = lambda x: x,
     points: int = 401,
 ) -> Geometry:
-    """A Geometry on a line with the regions "at_data" (the intervals with data), "between" and "outside" them.
-
-    `inputs` turns positions (n, 1) into the network's inputs, `position` turns them back.
-    """
+    """A Geometry on a line, "at_data" in the intervals; `inputs` turns positions (n, 1) into inputs, `position` back."""
     where = torch.linspace(*window, points)
     at_data = torch.stack([(where >= low) & (where <= high) for low, high in intervals]).any(0)
     outside = (where < intervals[0][0]) | (where > intervals[-1][1])
@@ -79,27 +76,21 @@ def plane_geometry(x: Tensor, *, window: Ends, far: float, side: int = 101) -> G
 
 # Data set -> function from its training inputs x (N, D) to its geometry.
 # Intervals are those of the generating distribution, so regions do not depend on the draw.
+X_SIN_X: dict[str, Any] = {"window": (0.0, 7.5), "intervals": ((1.5, 2.5), (4.5, 6.0))}
+CLUSTERS: dict[str, Any] = {
+    "window": (-10.0, 10.0),
+    "intervals": ((-7.2, -4.8), (-1.2, 1.2), (4.8, 7.2)),
+    "points": 801,
+}
+FEATURES: dict[str, Any] = {"inputs": quadratic_features, "position": lambda x: 2 * x[:, :1]}
 GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
-    "x_sin_x": partial(line_geometry, window=(0.0, 7.5), intervals=((1.5, 2.5), (4.5, 6.0))),
-    "x_sin_x_features": partial(
-        line_geometry,
-        window=(0.0, 7.5),
-        intervals=((1.5, 2.5), (4.5, 6.0)),
-        inputs=quadratic_features,
-        position=lambda x: 2 * x[:, :1],
-    ),
+    "x_sin_x": partial(line_geometry, **X_SIN_X),
+    "x_sin_x_features": partial(line_geometry, **X_SIN_X, **FEATURES),
     "cubic": partial(line_geometry, window=(-6.0, 6.0), intervals=((-4.0, 4.0),)),
     "cubic_gap": partial(line_geometry, window=(-4.5, 4.5), intervals=((-3.0, -1.0), (1.0, 3.0))),
     "hill": partial(line_geometry, window=(-4.0, 4.0), intervals=((-2.6, -1.4), (-0.6, 0.6), (1.4, 2.6))),
     "gp_draw": partial(line_geometry, window=(-6.0, 6.0), intervals=((-4.0, 0.0), (2.0, 4.0))),
-    "three_clusters": partial(
-        line_geometry,
-        window=(-10.0, 10.0),
-        intervals=((-7.2, -4.8), (-1.2, 1.2), (4.8, 7.2)),
-        inputs=quadratic_features,
-        position=lambda x: 2 * x[:, :1],
-        points=801,
-    ),
+    "three_clusters": partial(line_geometry, **CLUSTERS, **FEATURES),
     "two_moons": partial(plane_geometry, window=(-4.5, 5.0), far=1.0),
     "five_blobs": partial(plane_geometry, window=(-7.0, 7.0), far=1.0),  # blobs have a standard deviation of 0.4
 }
@@ -193,10 +184,6 @@ def _image_rows(name: str, folder: Root) -> DatasetRows:
     return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
 
 
-def _image_folder(name: str, folder: Root) -> Path:
-    return locate(name, "test", folder=folder)[1][0].parent
-
-
 def _test_images(name: str, folder: Root) -> TaskRows:
     return _task_rows(image_set(name, "test", folder=folder))
 
@@ -231,24 +218,24 @@ def _three_clusters(folder: Root) -> DatasetRows:
     return _toy_rows(toy.three_clusters(), toy.three_clusters())
 
 
-def _x_sin_x(folder: Root, points: int = 45, noise: float = 0.25) -> DatasetRows:
-    return _toy_rows(toy.x_sin_x(points, noise=noise, seed=0), toy.x_sin_x(4 * points, noise=noise, seed=1))
+def _line_rows(
+    make: Callable[..., toy.Points], test: int | None, folder: Root, points: int, noise: float, draw: int = 0
+) -> DatasetRows:
+    """Rows of a regression on a line; `test`: argument of its test rows, None for four times that of training rows."""
+    counts = (points, 4 * points if test is None else test)
+    return _toy_rows(*(make(count, noise=noise, seed=2 * draw + i) for i, count in enumerate(counts)))
 
 
-def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> DatasetRows:
-    drawn = (toy.x_sin_x(count, noise=noise, seed=2 * draw + i) for i, count in enumerate((points, 4 * points)))
-    return _toy_rows(*((toy.quadratic_features(x), y) for x, y in drawn))
+def _x_sin_x_features(points: int, **options: Any) -> toy.Points:
+    x, y = toy.x_sin_x(points, **options)
+    return toy.quadratic_features(x), y
 
 
-def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRows:
+def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> TaskRows:
     """x sin x between the two clusters of `x_sin_x`, where there are no training rows."""
     generator = torch.Generator().manual_seed(2)
     x = 2.5 + 2.0 * torch.rand(200, 1, generator=generator)
     return TaskRows(x, x * x.sin() + noise * torch.randn(200, 1, generator=generator))
-
-
-def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> DatasetRows:
-    return _toy_rows(*(toy.cubic(n, noise=noise, seed=2 * draw + i) for i, n in enumerate((points, 200))))
 
 
 def _cubic_outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
@@ -257,10 +244,6 @@ def _cubic_outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int
     x = 4.0 + 2.0 * torch.rand(200, 1, generator=generator)
     x[::2] *= -1
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=generator))
-
-
-def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> DatasetRows:
-    return _toy_rows(*(toy.cubic_gap(n, noise=noise, seed=2 * draw + i) for i, n in enumerate((points, 201))))
 
 
 def _cubic_at(low: float, high: float, folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> TaskRows:
@@ -294,73 +277,62 @@ def _gp_rows(points: int, lengthscale: float, noise: float, draw: int) -> tuple[
     return rows.select(torch.nonzero(~inside).squeeze(1)), rows.select(torch.nonzero(inside).squeeze(1))
 
 
+_own_set = partial(TaskSet, location="your files", is_user_data=True)
+
+
+def _image_set(name: str) -> TaskSet:
+    place, about = (lambda folder: locate(name, "test", folder=folder)[1][0].parent), CATALOGUE[name].classes
+    return TaskSet(partial(_image_rows, name), "classification", f"{len(about)} classes", place)
+
+
+def _scene_set(read: Callable[..., SegmentationSet], part: str, description: str) -> TaskSet:
+    return TaskSet(partial(scene_rows, read), "segmentation", description, partial(scene_folder, part))
+
+
+_FEATURES = "as features x/2 and (x/2)²"
+_SCENES = "images and masks in folders: data.images, data.masks, data.classes"
+_UCI = f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split"
 SETS: dict[str, TaskSet] = {
     "digits": TaskSet(
         partial(_image_rows, "digits"), "classification", "10,000 + 2,000 MNIST digits in the package", "shipped"
     ),
     "two_moons": TaskSet(_two_moons, "classification", "two interleaved half circles in the plane"),
-    "x_sin_x": TaskSet(_x_sin_x, "regression", "x sin x with noise on two intervals with a gap between them"),
+    "x_sin_x": TaskSet(
+        partial(_line_rows, toy.x_sin_x, None, points=45, noise=0.25),
+        "regression",
+        "x sin x with noise on two intervals with a gap between them",
+    ),
     "x_sin_x_features": TaskSet(
-        _x_sin_x_features, "regression", "x sin x on two intervals, as features x/2 and (x/2)²"
+        partial(_line_rows, _x_sin_x_features, None, points=45, noise=0.25),
+        "regression",
+        f"x sin x on two intervals, {_FEATURES}",
     ),
     "five_blobs": TaskSet(_five_blobs, "classification", "five Gaussian blobs on a ring in the plane"),
     "three_clusters": TaskSet(
-        _three_clusters, "regression", "400 points in three clusters on a line, as features x/2 and (x/2)²", "shipped"
+        _three_clusters, "regression", f"400 points in three clusters on a line, {_FEATURES}", "shipped"
     ),
-    "cubic": TaskSet(_cubic, "regression", "x³ with noise, 20 points on [−4, 4]"),
-    "cubic_gap": TaskSet(_cubic_gap, "regression", "x³ with noise on two intervals with a gap between them"),
+    "cubic": TaskSet(
+        partial(_line_rows, toy.cubic, 200, points=20, noise=3.0), "regression", "x³ with noise, 20 points on [−4, 4]"
+    ),
+    "cubic_gap": TaskSet(
+        partial(_line_rows, toy.cubic_gap, 201, points=201, noise=2.0),
+        "regression",
+        "x³ with noise on two intervals with a gap between them",
+    ),
     "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, symmetric"),
     "gp_draw": TaskSet(_gp_set, "regression", "a sample of a Gaussian process, observed on two intervals"),
-    "npz": TaskSet(
-        npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", is_user_data=True
+    "npz": _own_set(npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file"),
+    "folder": _own_set(folder_rows, "classification", "images in data.path/train/CLASS and test/CLASS"),
+    "table": _own_set(table_rows, None, "a CSV or Parquet file: data.file, data.target", standardised=True),
+    **{name: _image_set(name) for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")},
+    "camvid": _scene_set(camvid, "trainannot", "11 classes of street scenes"),
+    "streethazards": _scene_set(
+        streethazards, "train/annotations/training", "13 classes of simulated streets, and anomalies"
     ),
-    "folder": TaskSet(
-        folder_rows, "classification", "images in data.path/train/CLASS and test/CLASS", "your files", is_user_data=True
-    ),
-    "table": TaskSet(
-        table_rows,
-        None,
-        "a CSV or Parquet file: data.file, data.target",
-        "your files",
-        is_user_data=True,
-        standardised=True,
-    ),
-    **{
-        name: TaskSet(
-            partial(_image_rows, name),
-            "classification",
-            f"{len(CATALOGUE[name].classes)} classes",
-            partial(_image_folder, name),
-        )
-        for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")
-    },
-    "camvid": TaskSet(
-        partial(scene_rows, camvid), "segmentation", "11 classes of street scenes", partial(scene_folder, "trainannot")
-    ),
-    "streethazards": TaskSet(
-        partial(scene_rows, streethazards),
-        "segmentation",
-        "13 classes of simulated streets, and anomalies",
-        partial(scene_folder, "train/annotations/training"),
-    ),
-    "bdd_anomaly": TaskSet(
-        partial(scene_rows, bdd_anomaly),
-        "segmentation",
-        "19 classes of streets, some of them anomalies",
-        partial(scene_folder, "seg/labels/train"),
-    ),
-    "segmentation_folder": TaskSet(
-        own_scene_rows,
-        "segmentation",
-        "images and masks in folders: data.images, data.masks, data.classes",
-        "your files",
-    ),
+    "bdd_anomaly": _scene_set(bdd_anomaly, "seg/labels/train", "19 classes of streets, some of them anomalies"),
+    "segmentation_folder": TaskSet(own_scene_rows, "segmentation", _SCENES, "your files"),
     "uci_regression": TaskSet(
-        uci_rows,
-        "regression",
-        f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split",
-        lambda folder: regression_folder(folder, *REGRESSION_SETS),
-        is_user_data=True,
+        uci_rows, "regression", _UCI, lambda folder: regression_folder(folder, *REGRESSION_SETS), is_user_data=True
     ),
 }
 FOREIGN: dict[str, Callable[[Root], TaskRows]] = {

@@ -75,10 +75,7 @@ class DataCache:
 def task_data(
     settings: dict[str, Any], folder: Root = None, *, kind: SetKind | None = None, beside: str = ""
 ) -> TaskData:
-    """The rows of a run's [data] section; FileNotFoundError if a set is missing, with its files and their place.
-
-    `kind`: kind of the task, for sets that fit several. `beside`: the folder of the task file.
-    """
+    """The rows of a run's [data] section; `kind`: of the task, for sets that fit several; `beside`: the task file's folder."""
     options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
     name, seed = options.pop("name"), options.pop("seed", 0)
     validation, calibration = options.pop("validation", None), options.pop("calibration", 0)

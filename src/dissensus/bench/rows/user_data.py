@@ -41,7 +41,10 @@ class RowConverter:
                 self.levels = sorted(set(values.tolist()) if classes is None else classes)
                 self.classes = tuple(map(str, self.levels))
             else:
-                self.classes = tuple(map(str, classes if classes is not None else range(_class_count(values, what))))
+                if classes is None and not values.size:
+                    raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
+                count = int(values.max()) + 1 if classes is None and values.dtype.kind in "iu" else 0
+                self.classes = tuple(map(str, range(count) if classes is None else classes))
         self.train = self.rows((x, y), what)
 
     def rows(self, given: Any, what: str, *, labelled: bool = True) -> TaskRows:
@@ -88,12 +91,6 @@ class RowConverter:
             known = f"the training classes ({', '.join(self.classes)})"
             raise ValueError(f"expected {known} in {what}, got {strange[0]!r} too; train on it too, or remove its rows")
         return torch.tensor([place[value] for value in values.tolist()], dtype=torch.int64)
-
-
-def _class_count(labels: np.ndarray, what: str) -> int:
-    if not labels.size:
-        raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
-    return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
 
 def _inputs(x: Any, what: str) -> Tensor:
@@ -159,19 +156,17 @@ def npz_rows(asked: DataRequest, train_file: str, test_file: str, classes: int |
     """Rows from arrays x, y (or images, labels) in .npz files. classes: their number, if training rows lack the last class."""
     names = None if classes is None else [*map(str, range(classes))]
     learn = RowConverter(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
-    read = partial(_read_npz, asked, learn)
+
+    def read(name: str, labelled: bool) -> TaskRows:
+        return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
+
     return DatasetRows(learn.train, read(test_file, True), learn.classes, read_file=read, sorted=True)
-
-
-def _read_npz(asked: DataRequest, learn: RowConverter, name: str, labelled: bool) -> TaskRows:
-    return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
 
 
 def folder_rows(
     asked: DataRequest, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
 ) -> DatasetRows:
-    """Rows from images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS
-    are optional."""
+    """Rows of images in PATH/train/CLASS and test/CLASS; optional: validation/CLASS, ood/SET and shift/SET/CLASS."""
     root = asked.path(path)
     read = partial(image_folder, size=size, channels=channels)
     train = read(root / "train")
@@ -275,10 +270,7 @@ def read_table(path: Path) -> Any:
 
 
 def uci_rows(asked: DataRequest, set: str, split: int = 0, inner: float = 0.0) -> DatasetRows:
-    """One of the standard splits of a folder in the layout of UCI_Datasets, in original units and float64.
-
-    inner: a share of the training rows replaces the test rows, to choose settings without using the test rows.
-    """
+    """A split of a folder in the layout of UCI_Datasets; inner: share of training rows that replaces the test rows."""
     if set in REGRESSION_SETS:
         found = uci_regression(set, split, folder=asked.folder, dtype=torch.float64)
     else:

@@ -291,22 +291,17 @@ def parse_value(text: str) -> Any:
 
 
 def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
-    """`base` overridden by `over`, tables merged key by key. If `over` names another network or data set, settings of the
-    earlier one are dropped."""
+    """`base` overridden by `over`, key by key; another network or data set drops the settings of the earlier one."""
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
-        if key in ("network", "data") and _has_other_name(result.get(key), value):
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        named = key in ("network", "data") and both and "name" in value and "name" in result[key]
+        if named and result[key]["name"] != value["name"]:
             kept = schema.fields_of(schema.Data) if key == "data" else {}
             result[key] = {name: each for name, each in result[key].items() if name in kept}
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         both = both and not objects.replaces_object(key, result[key], value)
         result[key] = merge_settings(result[key], value) if both else copy.deepcopy(value)
     return result
-
-
-def _has_other_name(base: Any, over: Any) -> bool:
-    both = isinstance(base, Mapping) and isinstance(over, Mapping) and "name" in base and "name" in over
-    return both and base["name"] != over["name"]
 
 
 def _override_order(override: str) -> int:

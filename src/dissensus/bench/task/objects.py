@@ -154,8 +154,7 @@ pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-def
 
 
 def segmentation(masks: Any, classes: int, class_weights: Sequence[float] | str | None = None) -> Likelihood:
-    """Likelihood of pixels; void pixels are ignored. class_weights: one per class, or "enet" for weights by rarity in the
-    training masks (N, H, W)."""
+    """Likelihood of pixels without void ones; class_weights: one per class, or "enet" for weights by rarity."""
     weights: Any = class_weights
     if isinstance(class_weights, str):
         one_of("class_weights", class_weights, ("enet",), hint="or list a number for each class")
@@ -250,10 +249,7 @@ def parse_object(keyword: str, value: Any) -> ObjectSpec:
 
 
 def build_objects(settings: Mapping[str, Any], **run: Any) -> dict[str, Any]:
-    """Settings of a method with their objects built.
-
-    `run`: inputs, batches of (x, …) as the network takes them; network, the architecture.
-    """
+    """Settings of a method with objects built; `run`: inputs, batches as the network takes them; network, the architecture."""
     return {key: parse_object(key, value).build(**run) if key in OBJECTS else value for key, value in settings.items()}
 
 
@@ -309,10 +305,7 @@ def _name_and_arguments(keyword: str, value: Any) -> tuple[str, Any]:
 
 
 def _bind_arguments(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[str, Any]:
-    """Arguments by name, from a table, an ordered list or one value; raises if they do not fit the constructor.
-
-    `whole`: also raises if one is missing.
-    """
+    """Arguments by name, from a table, a list or one value; raises if they do not fit, or if not all (`whole`) are there."""
     signature = _writable_signature(keyword, name)
     bind = signature.bind if whole else signature.bind_partial
     try:
