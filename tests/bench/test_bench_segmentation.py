@@ -159,7 +159,6 @@ def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels, r
         assert 0 <= evaluation.metrics["ood/unknown/auroc"] <= 1
 
 
-@pytest.mark.slow
 def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, command_line):
     task = load_task("camvid-ood", size="smoke")
     runs, _ = run_all(
