@@ -11,8 +11,11 @@ PIP     = sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constrai
 bench: $(VENV)/installed
 	$(BIN)/dissensus bench --jobs 2
 
+# One more than cores: some tests wait for other processes.
+WORKERS = $(shell python3 -c "import os; print(1 + os.cpu_count())")
+
 test: $(VENV)/installed-test
-	$(BIN)/pytest -n auto --dist worksteal --assert=plain || ($(BIN)/pytest --last-failed; exit 1)  # values in the second
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --assert=plain || ($(BIN)/pytest --last-failed; exit 1)  # values in the second
 
 test-slow: $(VENV)/installed-test
 	$(BIN)/pytest -m slow

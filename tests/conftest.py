@@ -9,6 +9,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of processes that tests start
+    os.environ.setdefault(name, "1")
 os.environ.setdefault("DISSENSUS_COMMIT", "of the tests")  # instead of asking git, three times for every run
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import torch each, and leave threads behind
 

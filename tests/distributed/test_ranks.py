@@ -227,8 +227,9 @@ def absent(kind, shape, away):
 @pytest.mark.parametrize(
     ("kind", "shape", "away"),
     [
-        ("evaluate", (2, 1), [1]), ("closed", (1, 2), [1]), ("evaluate", (2, 2), [3]), ("sum", (1, 3), [0, 2]),
-        ("fit", (2, 1), [0]), pytest.param("save", (1, 2), [1], marks=pytest.mark.slow),
+        ("evaluate", (2, 1), [1]), ("closed", (1, 2), [1]), ("sum", (1, 3), [0, 2]), ("fit", (2, 1), [0]),
+        pytest.param("evaluate", (2, 2), [3], marks=pytest.mark.slow),
+        pytest.param("save", (1, 2), [1], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_rank_that_waits_names_those_that_are_missing(kind, shape, away):

@@ -37,7 +37,7 @@ def run_collective(collective: Callable[..., Any], *args: Any, group: Any = None
             raise
         group = group or distributed.group.WORLD
         limit = group_timeout(group).total_seconds()
-        missing = _missing_ranks(group, seconds=min(max(limit / 10, 1.0), 30.0))
+        missing = _missing_ranks(group, seconds=min(max(limit / 10, 2.0), 30.0))
         got = f"no answer in {limit:g} s" if "time" in lost[0].lower() else "a closed connection"
         got += f" from rank {', '.join(map(str, missing))}" if missing else ", and all wait, in different calls"
         advice = "call fit, evaluate and the like on every rank, never inside `if mesh.is_first:`; or see its own error"
