@@ -49,7 +49,7 @@ class Table:
         """Headings of the columns, one line each."""
         return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
 
-    def transposed(self) -> "Table":
+    def methods_as_rows(self) -> "Table":
         """The same numbers with one row per method; a measure's group is the second line of its heading."""
         columns = [", ".join(filter(None, (row.label, row.unit))) + f" {row.arrow}".rstrip() for row in self.rows]
         rows = [Row(name, "", "", [row.cells[i] for row in self.rows]) for i, name in enumerate(self.headings)]
@@ -293,7 +293,7 @@ def _noted_table(results: Results, names: Sequence[str], rows: list[Row]) -> Tab
     marks = {text: str(i).translate(SUPERSCRIPTS) for i, text in enumerate(texts, start=1)}
     columns = [name + " ".join(marks[text] for text in results.notes[name]) for name in names]
     noted = replace(made, columns=columns, notes=[f"{mark} {text}" for text, mark in marks.items()])
-    return noted.transposed() if results.transpose else noted
+    return noted.methods_as_rows() if results.transpose else noted
 
 
 def _cell(
