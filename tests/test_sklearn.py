@@ -180,7 +180,7 @@ def test_held_out_rows_do_not_leak():
 
 
 def test_small_tables_are_trained_again_on_all_rows():
-    """Up to the epoch that held-out rows have chosen, in as many steps; not if the share is given."""
+    """Up to the epoch that held-out rows have chosen, in as many epochs; not if the share is given."""
     x, y = houses(150)
     settings = SMALL | {"epochs": 8, "patience": None}
     fitted = Regressor(**settings).fit(x, y)
@@ -189,7 +189,7 @@ def test_small_tables_are_trained_again_on_all_rows():
     best = fitted.history_.best
     assert len(fitted.scores_) == 8
     assert best == int(np.argmin(fitted.scores_))
-    assert int(fitted.posterior_.steps) == round(0.7 * (best + 1)) * math.ceil(150 / 32)
+    assert int(fitted.posterior_.steps) == (best + 1) * math.ceil(150 / 32)
     assert float(fitted.posterior_.temperature) != 1
     held = Regressor(**settings | {"validation": 0.3}).fit(x, y)
     assert held.scores_ == fitted.scores_

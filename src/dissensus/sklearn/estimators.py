@@ -270,9 +270,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             if retrain and validation > 0.1 and len(held):
                 history, scores, temperature = self.history_, self.scores_, float(self.posterior_.temperature)
                 measure_rows(everything := np.sort(np.r_[train, held]))
-                steps = len(train) / len(everything)  # as many steps as before, or the temperature would not fit
-                until = max(1, round(steps * ((history.best or 0) + 1)))
-                self._train(batch_tensors(everything), None, seed, max(1, round(steps * epochs)), until=until)
+                self._train(batch_tensors(everything), None, seed, epochs, until=(history.best or 0) + 1)
                 self.posterior_.recalibrate(temperature, None)
                 self.history_, self.scores_ = history, scores
             if len(calibrating):
