@@ -111,10 +111,11 @@ def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
     header = ["method", "seeds", *(COLUMNS[key][0] for key in keys), "minutes", f"against {task.settings['baseline']}"]
     left = [method for method in task.methods if not any(row["method"] == method for row in mine)]
     made = f"*Ours, mean over seeds (published). {task.settings['reference']['source']}."
-    made += f" `{command(task, task.methods)}`{f'; {origins_of(mine)}' if mine else ''}.*"
+    spent = sum(float(row["seconds"]) for row in mine) / 60
+    made += f" `{command(task, task.methods)}`{f'; {origins_of(mine)}; {spent:.0f} min of a GPU' if mine else ''}.*"
     if chosen := chosen_method(task, mine):
         made = f"Chosen on the held-out images: {chosen}.\n\n{made}"
-    asked = f"\n\nNot run: `{command(task, left)}`" if left else ""
+    asked = f"\n\nNot run: `{command(task, left)}`; {expected_minutes(left, rows)} min of a GPU" if left else ""
     return f"{markdown(header, lines)}\n\n{made}{asked}"
 
 
@@ -132,6 +133,13 @@ def chosen_method(task: Task, rows: list[Row]) -> str | None:
 def command(task: Task, methods: list[str]) -> str:
     chosen = "" if methods == task.methods else f" --methods {' '.join(methods)}"
     return f"python benchmarks/papers.py --task {task.name} --size {task.size}{chosen} --seeds 0 1 2 --data DIR"
+
+
+def expected_minutes(methods: list[str], rows: list[Row]) -> str:
+    """About how long three seeds of each take: what its runs on other data took, or runs of all methods if there are none."""
+    times = {row["method"]: float(row["seconds"]) / 60 for row in rows if row["size"] == "short"}
+    usual = summary(times.values())[0]
+    return f"about {3 * sum(times.get(method, usual) for method in methods):.0f}"
 
 
 def number_cell(key: str, values: list[float], number: PublishedNumber | None) -> str:

@@ -33,6 +33,7 @@ import task_results
 import toy_entropy
 import tradi_schedule
 import uci_page
+from minutes import with_minutes
 from particles_toy import grouped_severities, sentences
 from rows import Paired, by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of, training_time
 
@@ -490,7 +491,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     """(page, name, table) of every table there is a CSV for; figures are linked as the page's folder asks."""
     for page, name, table in tables_of_docs():
         up = "../" * (len(page.relative_to(ROOT / "docs").parts) - 1) if page.is_relative_to(ROOT / "docs") else "docs/"
-        yield page, name, table.replace("](figures/", f"]({up}figures/")
+        yield page, name, with_minutes(table.replace("](figures/", f"]({up}figures/"))
 
 
 def task_keys() -> str:
@@ -522,9 +523,9 @@ PAGES: tuple[
     ("results/statistics.md", "false-positives-few", "false_positives_few.csv", few_examples_table),
     ("theory.md", "bias-correlation", "bias_correlation.csv", bias_correlation.page),
     ("methods/forde.md", "forde-cost", "forde_cost_cpu.csv", cost_table),
-    ("scaling.md", "scaling-measured", scaling.MEASURED, scaling.measured_page),
-    ("scaling.md", "scaling-times", scaling.TIMES, scaling.times_page),
-    ("scaling.md", "scaling-predicted", scaling.PREDICTED, scaling.predicted_page),
+    ("results/many-machines.md", "scaling-measured", scaling.MEASURED, scaling.measured_page),
+    ("results/many-machines.md", "scaling-times", scaling.TIMES, scaling.times_page),
+    ("results/many-machines.md", "scaling-predicted", scaling.PREDICTED, scaling.predicted_page),
 )
 
 

@@ -1,4 +1,4 @@
-"""The cost model of docs/scaling.md against closed forms and a second implementation."""
+"""The cost model of docs/results/many-machines.md against closed forms and a second implementation."""
 
 import math
 import sys
