@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: blocks marked `math` (LaTeX) become MathML, and numbers with an interval stay in one line.
+"""Hooks of mkdocs: blocks marked `math` (LaTeX) become MathML, numbers with an interval stay in one line, search words.
 
 Browsers draw MathML without any script.
 """
@@ -6,11 +6,33 @@ Browsers draw MathML without any script.
 import re
 from typing import Any
 
-from latex2mathml.converter import convert
+KEYWORDS = {  # what people type who look for a page; the search puts it first, before titles
+    "distributed.md": "ddp multi-gpu slurm torchrun",
+    "sharding.md": "fsdp",
+    "guides/adapters.md": "lora peft",
+    "guides/calibration.md": "calibration ece temperature",
+    "guides/deploy.md": "docker fastapi onnx serve",
+    "guides/guarantees.md": "conformal coverage",
+    "guides/likelihoods.md": "loss",
+    "guides/logging.md": "mlflow optuna tensorboard wandb",
+    "guides/saving.md": "load safetensors save",
+    "guides/speed.md": "gpu",
+    "guides/tables.md": "dataframe pandas scikit-learn sklearn",
+    "guides/text.md": "bert gpt huggingface llm transformers",
+    "guides/training.md": "checkpoint early-stopping learning-rate resume",
+    "guides/your-own-loop.md": "accelerate lightning trainer",
+}
+
+
+def keywords(path: str, title: str) -> list[str]:
+    """Words that find a page first; a method's page is found by the method's name."""
+    return [*KEYWORDS.get(path, "").split(), *([title] if path.startswith("methods/") else [])]
 
 
 def equation(source: str, *_: Any, **__: Any) -> str:
     """One line of MathML for every line of the block."""
+    from latex2mathml.converter import convert
+
     lines = "".join(convert(line, display="block") for line in source.strip().splitlines())
     return f'<div class="equation">{lines}</div>'
 
@@ -29,7 +51,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A page that is alone in its section has no list of pages beside it."""
+    """The page's words for the search; a page that is alone in its section has no list of pages beside it."""
+    page.meta["tags"] = keywords(page.file.src_uri, page.title)
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])
     return markdown
