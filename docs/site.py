@@ -1,9 +1,10 @@
-"""Hooks of mkdocs: blocks marked `math` (LaTeX) become MathML, numbers with an interval stay in one line, search words.
+"""Hooks of mkdocs: LaTeX to MathML, which browsers draw without a script; words for the search; figures for phones.
 
-Browsers draw MathML without any script.
+`site.css` makes figures dark on dark pages.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 KEYWORDS = {  # what people type who look for a page; the search puts it first, before titles
@@ -22,6 +23,8 @@ KEYWORDS = {  # what people type who look for a page; the search puts it first, 
     "guides/training.md": "checkpoint early-stopping learning-rate resume",
     "guides/your-own-loop.md": "accelerate lightning trainer",
 }
+# Photographs and maps: figures that keep their colours on a dark page.
+TRUE_COLOURS = r"camvid-ood|corruptions|landscape|node-corruptions-node_bnn.*|toy-classification(-small)?"
 
 
 def keywords(path: str, title: str) -> list[str]:
@@ -43,8 +46,23 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Cells such as "0.12 (0.10 to 0.14)" and "0.12 ± 0.01" get the class number."""
+def figure(image: str, source: str, folder: Path) -> str:
+    """The image as a link to itself; phones get NAME-narrow.png if it is there, or scroll an image that is too wide."""
+    path = folder / source
+    kind = "figure true-colours" if re.fullmatch(TRUE_COLOURS, path.stem) else "figure"
+    if path.with_stem(f"{path.stem}-narrow").exists():
+        narrow = source.replace(".png", "-narrow.png")
+        image = f'<picture><source media="(max-width: 45em)" srcset="{narrow}">{image}</picture>'
+    elif path.parent.name != "methods":  # these have no letters: they may become small
+        width = int.from_bytes(path.read_bytes()[16:20])  # of a PNG
+        image = image.replace("<img", f'<img style="--width: {width}px"')
+    return f'<a class="{kind}" href="{source}">{image}</a>'
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Figures; and cells such as "0.12 (0.10 to 0.14)" and "0.12 ± 0.01" get the class number."""
+    folder = Path(page.file.abs_src_path).parent
+    html = re.sub(r'<img [^>]*src="([^"]*figures/[^"]*)"[^>]*>', lambda found: figure(*found.group(0, 1), folder), html)
     return re.sub(
         r"<td>(?=(?:<strong>)?[+−-]?[\d.,]+ (?:\(|±|to )[^<]{1,40}(?:</strong>)?</td>)", '<td class="number">', html
     )

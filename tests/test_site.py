@@ -97,17 +97,38 @@ SEARCHES = {  # what is typed, and the page that must be the first hit
 }
 
 
-def test_words_that_people_search_for_belong_to_one_page():
-    """The theme's search weighs a page's keywords a thousand times as much as titles: one page with the word is the first."""
+@pytest.fixture(scope="module")
+def hooks():
+    """docs/site.py, which mkdocs calls."""
     spec = importlib.util.spec_from_file_location("docs_site", DOCS / "site.py")
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_words_that_people_search_for_belong_to_one_page(hooks):
+    """The theme's search weighs a page's keywords a thousand times as much as titles: one page with the word is the first."""
     pages = {str(page.relative_to(DOCS)): page.read_text() for page in DOCS.rglob("*.md")}
-    assert {*site.KEYWORDS} <= {*pages}
+    assert {*hooks.KEYWORDS} <= {*pages}
     titles = {path: re.search("^# (.*)$", text, re.MULTILINE)[1] for path, text in pages.items()}
-    words = [(word.lower(), path) for path in pages for word in site.keywords(path, titles[path])]
+    words = [(word.lower(), path) for path in pages for word in hooks.keywords(path, titles[path])]
     assert len(dict(words)) == len(words), "a word is on two pages"
     assert {word: dict(words)[word] for word in SEARCHES} == {word: f"{page}.md" for word, page in SEARCHES.items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "phone", "kind"),
+    [
+        ("figures/front.png", 'media="(max-width: 45em)" srcset="figures/front-narrow.png"', "figure"),
+        ("figures/memory.png", "--width: 770px", "figure"),
+        ("figures/corruptions.png", "--width: 1080px", "figure true-colours"),
+    ],
+)
+def test_figures_have_a_form_for_phones_and_photographs_keep_their_colours(hooks, source, phone, kind):
+    made = hooks.figure(f'<img alt="" src="{source}">', source, DOCS)
+    assert made.startswith(f'<a class="{kind}" href="{source}">')
+    assert phone in made
+    assert all((DOCS / name).exists() for name in re.findall(r"figures/[\w-]+\.png", made))
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +150,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site
     loads = r'<(?:script|link|img|source|iframe)\b[^>]*\b(?:src|srcset|href)="(?:https?:)?//[^"]*"'
     assert {found for page in pages for found in re.findall(loads, page.read_text())} == set()
     assert "<math" in (site / "methods" / "swag.html").read_text()
+    assert 'srcset="figures/front-narrow.png"' in (site / "index.html").read_text()
 
 
 @pytest.mark.slow
