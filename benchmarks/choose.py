@@ -1,4 +1,4 @@
-"""Tables of docs/choose.md and of the README's measured gains, from the CSV files of benchmarks/results."""
+"""Tables of docs/choose.md and of the measured gains in README and home page, from the CSV files of benchmarks/results."""
 
 import statistics
 from collections.abc import Sequence
@@ -129,8 +129,20 @@ def table_rows() -> str:
     return f"{markdown(titles, lines)}\n\n{said}\n\n{made}"
 
 
-def gains() -> str:
-    """Five measured gains for the README, each with its file."""
+def readme_gains() -> str:
+    """All measured gains, each with its file."""
+    lines = [[*line[:-2], f"[{line[-1]}](benchmarks/results/{line[-1]})"] for line in gains()]
+    return markdown(["what", "measure", "before", "after", "source"], lines)
+
+
+def home_gains() -> str:
+    """The last three measured gains, each with its page of results."""
+    lines = [[f"[{what}]({page})", *numbers] for what, *numbers, page, _ in gains()[-3:]]
+    return markdown(["what", "measure", "before", "after"], lines)
+
+
+def gains() -> list[list[str]]:
+    """What was done, the measure, its value before and after, the page of results and the file it is from."""
     pretrained = [row for row in read_rows(RESULTS / "pretrained.csv") if row["network"] == "resnet20"]
     laplace = [row for row in read_rows(RESULTS / "laplace_cifar10.csv") if row["program"] == "dissensus"]
     letters, speed = read_rows(RESULTS / "mnist_ood.csv"), read_rows(RESULTS / "speed_h200.csv")
@@ -149,12 +161,13 @@ def gains() -> str:
     def of(rows: Sequence[Row], column: str, name: str) -> list[Row]:
         return [row for row in rows if row[column] == name]
 
-    lines = [
+    return [
         [
             "a published CIFAR-10 ResNet-20, ten epochs of noise on its nodes, both with a temperature",
             "NLL",
             mean(of(pretrained, "method", "map"), "calibrated/nll"),
             mean(of(pretrained, "method", "node_bnn"), "calibrated/nll"),
+            "results/pretrained.md",
             "pretrained.csv",
         ],
         [
@@ -162,13 +175,15 @@ def gains() -> str:
             "NLL",
             mean(of(laplace, "case", "map"), "nll"),
             mean(of(laplace, "case", "as it comes"), "nll"),
+            "results/pretrained.md",
             "laplace_cifar10.csv",
         ],
         [
-            "the same network, a temperature from 2,000 held-out images",
+            "a published CIFAR-10 ResNet-20, a temperature from 2,000 held-out images",
             "ECE %",
             mean([scaled], "ece_before", 100, 1),
             mean([scaled], "ece", 100, 1),
+            "results/calibration.md",
             "calibration.csv",
         ],
         [
@@ -176,6 +191,7 @@ def gains() -> str:
             "AUROC %",
             mean(of(letters, "method", "map"), "ood/notmnist/auroc", 100, 1),
             mean(of(letters, "method", "tradi"), "ood/notmnist/auroc", 100, 1),
+            "results/tracking.md",
             "mnist_ood.csv",
         ],
         [
@@ -183,8 +199,7 @@ def gains() -> str:
             "ms",
             f"{float(fast['loop_ms']):.1f}",
             f"{float(fast['ms']):.2f}",
+            "results/speed.md",
             "speed_h200.csv",
         ],
     ]
-    named = [[*line[:-1], f"[{line[-1]}](benchmarks/results/{line[-1]})"] for line in lines]
-    return markdown(["what", "measure", "before", "after", "source"], named)

@@ -536,7 +536,8 @@ RESULTS_PAGES = DOCS / "results"
 def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     """The same with links as in docs itself."""
     docs, results = DOCS, RESULTS_PAGES
-    yield ROOT / "README.md", "gains", choose.gains()
+    yield ROOT / "README.md", "gains", choose.readme_gains()
+    yield docs / "index.md", "gains", choose.home_gains()
     for name, table in fast_paths.page_tables(rows("fast_paths.csv")):
         yield fast_paths.PAGE, name, table
     for name, table in (("trained", choose.trained), ("scratch", choose.scratch), ("pixels", choose.pixels)):

@@ -13,7 +13,6 @@ from thinning import often
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SELDOM = [page for page in PAGES if page.name == "index.md"]  # the README's code
 SHORT = {"epochs": 1, "warmup": 2, "leapfrog": 2}  # where pages do not run as long as they say
 LONG = (
     "guides/calibration.md",
@@ -44,9 +43,7 @@ def shortened(setting: re.Match[str]) -> str:
 
 
 @pytest.mark.parametrize("whole", often([False], [True]), ids=["short", "whole"])
-@pytest.mark.parametrize(
-    "page", often([page for page in PAGES if page not in SELDOM], SELDOM), ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     if not whole:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,18 +84,85 @@ def test_pages_link_to_pages_that_are_there():
         assert [x for x in links if "://" not in x and not (page.parent / x).exists()] == [], page.name
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+SEARCHES = {  # what is typed, and the page that must be the first hit
+    "tensorboard": "guides/logging",
+    "resume": "guides/training",
+    "huggingface": "guides/text",
+    "calibration": "guides/calibration",
+    "conformal": "guides/guarantees",
+    "onnx": "guides/deploy",
+    "sklearn": "guides/tables",
+    "swag": "methods/swag",
+    "nodebnn": "methods/node-bnn",
+}
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    """docs/site.py, which mkdocs calls."""
+    spec = importlib.util.spec_from_file_location("docs_site", DOCS / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_words_that_people_search_for_belong_to_one_page(hooks):
+    """The theme's search weighs a page's keywords a thousand times as much as titles: one page with the word is the first."""
+    pages = {str(page.relative_to(DOCS)): page.read_text() for page in DOCS.rglob("*.md")}
+    assert {*hooks.KEYWORDS} <= {*pages}
+    titles = {path: re.search("^# (.*)$", text, re.MULTILINE)[1] for path, text in pages.items()}
+    words = [(word.lower(), path) for path in pages for word in hooks.keywords(path, titles[path])]
+    assert len(dict(words)) == len(words), "a word is on two pages"
+    assert {word: dict(words)[word] for word in SEARCHES} == {word: f"{page}.md" for word, page in SEARCHES.items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "phone", "kind"),
+    [
+        ("figures/front.png", 'media="(max-width: 45em)" srcset="figures/front-narrow.png"', "figure"),
+        ("figures/memory.png", "--width: 770px", "figure"),
+        ("figures/corruptions.png", "--width: 1080px", "figure true-colours"),
+    ],
+)
+def test_figures_have_a_form_for_phones_and_photographs_keep_their_colours(hooks, source, phone, kind):
+    made = hooks.figure(f'<img alt="" src="{source}">', source, DOCS)
+    assert made.startswith(f'<a class="{kind}" href="{source}">')
+    assert phone in made
+    assert all((DOCS / name).exists() for name in re.findall(r"figures/[\w-]+\.png", made))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
     if not all(importlib.util.find_spec(name) for name in ("mkdocs", "mkdocstrings", "latex2mathml")):
         pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pages = list(tmp_path.rglob("*.html"))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 80
-    loads = r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
+    loads = r'<(?:script|link|img|source|iframe)\b[^>]*\b(?:src|srcset|href)="(?:https?:)?//[^"]*"'
     assert {found for page in pages for found in re.findall(loads, page.read_text())} == set()
-    assert "<math" in (tmp_path / "methods" / "swag.html").read_text()
+    assert "<math" in (site / "methods" / "swag.html").read_text()
+    assert 'srcset="figures/front-narrow.png"' in (site / "index.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", SEARCHES)
+def test_a_search_in_the_site_opened_from_a_folder_finds_its_page_first(site, word):
+    if not (browser := shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("no chromium on this machine: it is what runs the search")
+    url = f"{(site / 'index.html').as_uri()}?q={word}"
+    command = [browser, "--headless", "--no-sandbox", "--virtual-time-budget=15000", "--dump-dom", url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    hits = re.findall(r'href="([^"?]*)[^"]*" class="md-search-result__link"', shown)
+    assert hits[0] == (site / f"{SEARCHES[word]}.html").as_uri()
 
 
 # --------------------------------------------------------------------------------------------- what the packages offer
