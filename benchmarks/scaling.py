@@ -4,9 +4,9 @@
     python benchmarks/scaling.py time --csv benchmarks/results/scaling_times.csv
     python benchmarks/scaling.py predict --csv benchmarks/results/scaling_predicted.csv
 
-`predict` simulates, with seconds of a step on one H200 from benchmarks/results/speed_h200.csv. `measure` trains with 1, 2 and
-4 gloo processes and counts what they send: in the program, and on the wire where Linux lets it have a network of its own.
-`time` takes the time of their steps; run it on a machine with more cores than processes.
+`predict` simulates, with seconds of a step on one H200 from speed_h200.csv and gpu_h200.csv in benchmarks/results. `measure`
+trains with 1, 2 and 4 gloo processes and counts what they send: in the program, and on the wire where Linux lets it have a
+network of its own. `time` takes the time of their steps; run it on a machine with more cores than processes.
 """
 
 import argparse
@@ -39,10 +39,12 @@ RESNET18 = 11_173_962  # parameters, of 10 classes
 
 def resnet18() -> tuple[float, float]:
     """(seconds that a step takes at least, seconds for each member and example): a line through the two measured batches."""
+    rows = [row | {"name": row["case"]} for row in read_rows(RESULTS / "speed_h200.csv")]
     found = {
         int(row["batch"]): float(row["ms"]) / 1e3
-        for row in read_rows(RESULTS / "speed_h200.csv")
-        if row["case"] == "resnet18" and row["what"] == "training step" and row["members"] == "10"
+        for row in [*rows, *read_rows(RESULTS / "gpu_h200.csv")]
+        if (row["what"], row["name"]) in {("training step", "resnet18"), ("steps", "deep ensemble")}
+        and (row["members"], row.get("run", "short")) == ("10", "short")
     }
     (small, quick), (large, slow) = sorted(found.items())
     each = (slow - quick) / (10 * (large - small))
@@ -116,7 +118,8 @@ def predicted_page(rows: list[Row]) -> str:
     table = markdown(header, lines)
     first = rows[0]
     facts = f"seed {first['seed']}; commit {first['commit']}, numpy {first['numpy']}, {first['device']}"
-    return f"{table}\n\n*`python benchmarks/scaling.py predict --csv FILE`; simulated, {facts}; other sizes in `scaling_predicted.csv`.*"
+    made = "*`python benchmarks/scaling.py predict --csv FILE`; simulated"
+    return f"{table}\n\n{made}, {facts}; other sizes in `{PREDICTED}`.*"
 
 
 # ---------------------------------------------------------------------------------------------------- measured here
