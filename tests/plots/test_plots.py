@@ -94,7 +94,7 @@ def test_void_pixels_of_the_truth_are_black_and_only_what_is_there_is_in_the_leg
     shown = {axes.get_title(): axes.images[0].get_array() for axes in reversed(figure.axes)}
     assert (shown["truth"][2] == 0).all()
     assert (shown["truth"][3] != 0).any()
-    assert "confidence, 0 (dark) to 1" in shown
+    assert "confidence, 0 % (dark) to 100 %" in shown
 
 
 def test_inputs_that_no_figure_is_for_are_one_clear_error():

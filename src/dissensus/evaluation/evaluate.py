@@ -1,5 +1,6 @@
 """evaluate: all metrics of a posterior from one draw, on test data and on foreign, shifted, corrupted and attacked inputs."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,15 +8,18 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus import metrics
 from dissensus.calibration.selective import Gate
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
-from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, draw_once
 from dissensus.evaluation import robustness_curves, row_metrics, segmentation
@@ -30,6 +34,7 @@ from dissensus.evaluation.robustness_curves import (
 )
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import one_of
+from dissensus.utils.example_table import prediction_columns
 from dissensus.utils.progress import LoaderProgress
 
 log = logging.getLogger("dissensus")
@@ -48,6 +53,7 @@ def evaluate(
     score: str | None = None,
     classes: Sequence[str] | None = None,
     precision: PredictionPrecision = "float32",
+    operations: bool = False,
     progress: bool | str = True,
 ) -> Evaluation:
     """Measures a posterior on test data: accuracy, likelihood, calibration, and on request OOD, shift, corruptions, attacks.
@@ -71,6 +77,7 @@ def evaluate(
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
         precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
             Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.
+        operations: whether to count the floating-point operations per input, as `count_operations` does.
         progress: whether to show progress, or its title.
 
     Returns:
@@ -96,7 +103,7 @@ def evaluate(
         draw_once(posterior, precision) as functions,
         LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
     ):
-        kind, once = _kind_of_predictions(functions, data)
+        kind, once, first = _kind_of_predictions(functions, data)
         test = bar.track_batches(once, "test", data.length)
         ood, shift = (
             {n: bar.track_batches(each, n, each.length) for n, each in sets.items()} for sets in (foreign, moved)
@@ -114,6 +121,10 @@ def evaluate(
             )
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
+    if operations:
+        each, total = count_operations(posterior, first, raw=False)
+        counts = {"cost/network_operations": float(each), "cost/operations": float(total)}
+        found = replace(found, metrics=found.metrics | counts)
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
@@ -190,7 +201,8 @@ def evaluate_predictions(
     part = metric_functions(test)
     classes = part is row_metrics.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)
-    arrays = part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
+    arrays = {f"test/{name}": values for name, values in prediction_columns(test.predictive, test.targets).items()}
+    arrays |= part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
     for name, each in ood.items():
         foreign = part.scores(each)
         ranking = row_metrics.ood_metrics(scores[score], foreign[score], prevalence)
@@ -267,6 +279,32 @@ def parameter_count(posterior: Posterior) -> int:
     return sum(parameter.numel() for parameter in posterior.parameters())
 
 
+class Operations(NamedTuple):
+    """Floating-point operations of a prediction for one input: of matrix products, convolutions and attention."""
+
+    network: int  # of one drawn network alone
+    total: int  # of all drawn networks; layers that they share run once
+
+
+def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> Operations:
+    """Operations of a prediction for one input, counted on the CPU; a multiplication with its addition counts as two.
+
+    Args:
+        x: a batch of inputs, of which the first is used; `raw`: as `posterior.predict` takes them, else as the network does.
+    """
+    x = expect_posterior(posterior).transform_inputs(x) if raw else x
+    x = batches.map_tensors(x, lambda tensor: tensor[:1].cpu())
+    posterior, counts = copy.deepcopy(posterior).cpu(), []  # programs and graphs of a GPU hide what they compute
+    with inference_context(posterior):
+        drawn = posterior.draw()
+        for run in (partial(batches.call_network, drawn.member(0).eval()), drawn.describe):
+            run(x)  # some layers run twice at first, to see shapes
+            with FlopCounterMode(display=False) as counter:
+                run(x)
+            counts.append(counter.get_total_flops())
+    return Operations(*counts)
+
+
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
     """members/ood/SET/auroc: mean AUROC of single members."""
     inside = row_metrics.member_scores(test, score)
@@ -279,8 +317,8 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
     return found
 
 
-def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
-    """The kind of predictions, judged by the first batch, and an iterator over all batches, the first included."""
+def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any], Inputs]:
+    """The kind of predictions, judged by the first batch, an iterator over all batches, and the first one's inputs."""
     left = iter(loader)  # the others are checked by those who read them
     first = next(functions.posterior.read(left, anywhere=True), None)
     if first is None:
@@ -293,7 +331,7 @@ def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[P
     if kind not in row_metrics.OOD_SCORES:
         got, advice = type(predictive).__name__, "return one of them from the likelihood's predictive()"
         raise TypeError(f"expected a ClassificationPredictive or RegressionPredictive, got {got}; {advice}")
-    return kind, chain([first], left)
+    return kind, chain([first], left), first.x
 
 
 def _evaluate_segmentation(

@@ -21,18 +21,24 @@ OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjust
 
 
 def class_metrics(predictions: Predictions) -> dict[str, float]:
-    """accuracy, nll, brier, ece and aurc of a labelled set; soft labels count in nll and brier, else their likeliest class."""
+    """Accuracy, proper scores, calibration and refusal of a labelled set; soft labels count in nll and brier alone."""
     predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
     probabilities = predictive.mean
-    correct = metrics.accuracy_values(probabilities, labels)
-    return {
-        "accuracy": float(correct.mean()),
-        "nll": float(metrics.nll(predictive.log_mean, y)),
-        "brier": float(metrics.brier(probabilities, y)),
-        "ece": float(metrics.ece(probabilities, labels)),
-        # Ranked by −log max p: probabilities that round to 1 would tie.
-        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)),
+    wrong = 1 - metrics.accuracy_values(probabilities, labels)
+    # Ranked by −log max p: probabilities that round to 1 would tie.
+    ranked = -metrics.max_probability_score(predictive.log_mean).flatten(), wrong
+    found = {
+        "accuracy": (1 - wrong).mean(),
+        "nll": metrics.nll(predictive.log_mean, y),
+        "brier": metrics.brier(probabilities, y),
+        "ece": metrics.ece(probabilities, labels),
+        "adaptive_ece": metrics.adaptive_ece(probabilities, labels),
+        "smooth_ece": metrics.smooth_ece(probabilities, labels),
+        "aurc": metrics.aurc(*ranked),
+        "augrc": metrics.augrc(*ranked),
+        "coverage_at_risk5": metrics.coverage_at_risk(*ranked, risk=0.05),
     }
+    return {name: float(value) for name, value in found.items()}
 
 
 def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
@@ -163,9 +169,6 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
     curve = metrics.risk_coverage(-_output_means(predictive.total), squared)
     lower, upper = predictive.interval(LEVEL)
     return {
-        "test/target": y,
-        "test/mean": predictive.mean,
-        "test/variance": predictive.total,
         "test/squared_error": squared,
         **{f"test/{name}": _output_means(values) for name, values in _values(predictive, y).items()},
         "test/covered90": _output_means(metrics.interval_coverage_values(lower, upper, y)),

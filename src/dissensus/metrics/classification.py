@@ -23,6 +23,8 @@ from dissensus.metrics.metric_inputs import (
 )
 from dissensus.utils.checks import fraction, integer
 
+SMOOTH_POINTS = 2**12
+
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """() share of examples whose most probable class is y; the first class wins ties.
@@ -187,6 +189,30 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
     gap: Tensor = accuracy[group] - distinct[group].double()
     index = torch.arange(len(gap), device=gap.device) * integer("bins", bins) // len(gap)
     return gap.new_zeros(bins).index_add(0, index, gap).abs().sum() / len(gap)
+
+
+def smooth_ece(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
+    """() calibration error without bins (Błasiok and Nakkiran, 2023); arguments as in `ece`.
+
+    smECE_σ = ∫₀¹ |(1/n) Σ_i (correct_i − confidence_i) K_σ(t, confidence_i)| dt, with K_σ the Gaussian of width σ reflected at
+    0 and 1; the result is the σ at which smECE_σ = σ. Confidences are split between the nearest of 2¹² points.
+    """
+    confidence, correct = _top_class(probabilities, y, ignore_index)
+    place = confidence.double().clamp(0, 1) * SMOOTH_POINTS
+    left, gap = place.long().clamp(max=SMOOTH_POINTS - 1), (correct - confidence) / len(correct)
+    sums = gap.new_zeros(SMOOTH_POINTS + 1).index_add(0, left, gap * (left + 1 - place))
+    sums = sums.index_add(0, left + 1, gap * (place - left))
+    mirrored = torch.cat([sums[:1], sums[1:-1] / 2, sums[-1:], sums[1:-1].flip(0) / 2])  # even, of period 2
+    waves = torch.fft.rfft(mirrored)
+    frequency = torch.pi * torch.arange(len(waves), dtype=torch.float64, device=waves.device)
+    low, high = 0.0, 1.0  # smECE_σ falls with σ
+    for _ in range(30):
+        width = (low + high) / 2
+        smooth = torch.fft.irfft(waves * (-0.5 * (width * frequency) ** 2).exp(), len(mirrored))[: SMOOTH_POINTS + 1]
+        # The points between 0 and 1 have a mirror image, which holds the other half of their mass.
+        found = float(smooth.abs().sum() * 2 - smooth[[0, -1]].abs().sum())
+        low, high = (width, high) if found > width else (low, width)
+    return gap.new_tensor(high)
 
 
 def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:

@@ -28,6 +28,7 @@ from dissensus.metrics.metric_inputs import (
     same_shape,
     score_pair,
 )
+from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, number, one_of
 
 
@@ -255,6 +256,28 @@ def excess_aurc(confidence: Tensor, loss: Tensor) -> Tensor:
     The perfect AURC is computed on the data, not from the large-N formula r + (1 − r) log(1 − r) for 0/1 losses.
     """
     return aurc(confidence, loss) - aurc(-loss.double(), loss)
+
+
+def augrc(confidence: Tensor, loss: Tensor) -> Tensor:
+    """() area under the generalised risk-coverage curve (Traub et al., 2024): of coverage · risk, by the trapezoidal rule.
+
+    For errors 0/1 of mean e it is e (1 − e) (1 − AUROC) + e²/2, AUROC that of telling right from wrong answers.
+    """
+    silent_failures = torch.mul(*risk_coverage(confidence, loss))  # (N,) losses of the k most confident examples / N
+    return (silent_failures.sum() - silent_failures[-1] / 2) / len(silent_failures)
+
+
+def coverage_at_risk(confidence: Tensor, loss: Tensor, *, risk: float) -> Tensor:
+    """() the largest share of examples that a threshold of confidence can answer with a mean loss of at most `risk`, or 0.
+
+    Measured on these examples, not guaranteed for others: see `ds.selective`.
+    """
+    number("risk", risk, least=0, hint="pass for example 0.05")
+    coverage, risks = risk_coverage(confidence, loss)
+    # A threshold answers all examples of equal confidence, or none.
+    ends = torch.unique(-tensor_of(confidence).flatten(), return_counts=True)[1].cumsum(0) - 1
+    met = coverage[ends][risks[ends] <= risk + 1e-12]
+    return met.amax() if len(met) else coverage.new_zeros(())
 
 
 Rule = Literal["at_least", "nearest"]
