@@ -256,14 +256,6 @@ class Conformal(Guarantee):
         mean = predictive.mean
         return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
 
-    def row_answers(
-        self, predictive: Predictive, *, generator: torch.Generator | None = None, **rows: Tensor | None
-    ) -> dict[str, Tensor]:
-        """The "set" (B, K), or "lower" and "upper" ends of the mean's shape, of every row; `rows`: weight and group."""
-        if self.score in CLASS_SCORES:
-            return {"set": self.set(predictive, generator=generator, **rows)}
-        return dict(zip(("lower", "upper"), self.interval(predictive, **rows), strict=True))
-
     def _resolve_inputs(
         self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
     ) -> tuple[Predictive, Tensor]:
@@ -319,19 +311,19 @@ class Conformal(Guarantee):
 def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(N,) the share of outputs inside (0 or 1 for a class), (N,) classes in the set or the mean width, and `row_answers`.
+    """(N,) the share of outputs inside (0 or 1 for a class), (N,) classes in the set or mean width, and the answers by name.
 
     For predictions of rows with targets y; `rows`: weight and group, if used.
     """
-    answers = conformal.row_answers(predictive, generator=generator, **rows)
     if conformal.score in CLASS_SCORES:
-        found = answers["set"]
+        found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]
-        return hit.double(), found.sum(1).double(), answers
-    lower, upper = (end.double() for end in answers.values())
+        return hit.double(), found.sum(1).double(), {"set": found}
+    lower, upper = (end.double() for end in conformal.interval(predictive, **rows))
     inside = (lower <= y.to(lower.device)) & (y.to(lower.device) <= upper)
     rows_first = (len(y), -1)
-    return inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1), answers
+    share, width = inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1)
+    return share, width, {"lower": lower, "upper": upper}
 
 
 def lac(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:

@@ -215,10 +215,6 @@ class Gate(Guarantee):
         score = uncertainties(predictive)[self.score](predictive)
         return GateDecision(score < self.threshold, score, predictive)
 
-    def row_answers(self, predictive: Predictive) -> dict[str, Tensor]:
-        """Whether every row is "accepted", (B,) boolean."""
-        return {"accepted": self(predictive).accept}
-
     def __repr__(self) -> str:
         return f"Gate({self.score} below {self.threshold:.4g}: {self.describe()})"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -279,15 +279,11 @@ def parameter_count(posterior: Posterior) -> int:
     return sum(parameter.numel() for parameter in posterior.parameters())
 
 
-class Operations(NamedTuple):
-    """Floating-point operations of a prediction for one input: of matrix products, convolutions and attention."""
+def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> tuple[int, int]:
+    """(of one drawn network, of all together) floating-point operations of a prediction for one input, counted on the CPU.
 
-    network: int  # of one drawn network alone
-    total: int  # of all drawn networks; layers that they share run once
-
-
-def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> Operations:
-    """Operations of a prediction for one input, counted on the CPU; a multiplication with its addition counts as two.
+    Those of matrix products, convolutions and attention; a multiplication with its addition counts as two. Layers that the
+    networks share run once.
 
     Args:
         x: a batch of inputs, of which the first is used; `raw`: as `posterior.predict` takes them, else as the network does.
@@ -302,7 +298,7 @@ def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> Op
             with FlopCounterMode(display=False) as counter:
                 run(x)
             counts.append(counter.get_total_flops())
-    return Operations(*counts)
+    return counts[0], counts[1]
 
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from html import escape
-from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
@@ -25,6 +24,7 @@ GROUPS = {
     "Cost": "cost",
     "Other": "",
 }
+FLAGS = ("correct", "covered", "accepted", "error", "exact_match")  # arrays of 0 and 1, the first two of classes only
 ABOUT = ("classes", "calibration", "unit", "precision")  # notes on what was evaluated
 
 
@@ -60,27 +60,18 @@ class Evaluation:
     severities: tuple[int, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)  # class names, and the method's warnings about its numbers
 
-    def groups(self) -> dict[str, dict[str, float]]:
-        """Heading -> metrics, by what they measure. Single corruptions and ε are only in `.metrics`."""
+    def table(self) -> str:
+        """The metrics as aligned text, grouped by what they measure. Single corruptions and ε are only in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         single |= {k.rpartition("/")[0] for k in self.metrics if k.startswith("attack/") and k.count("/") > 2}
         hidden = tuple(f"{prefix}/" for prefix in single)
+        shown = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
         heading = {name: group for group, names in GROUPS.items() for name in names.split()}
-        heading |= {k.rpartition("/")[0]: "Guarantees" for k in self.metrics if k.endswith(("/level", "/promised"))}
-        found: dict[str, dict[str, float]] = {group: {} for group in GROUPS}
-        for key, value in self.metrics.items():
-            if not key.startswith(hidden):
-                found[heading.get(key.partition("/")[0], "Other")][key] = value
-        return {group: metrics for group, metrics in found.items() if metrics}
-
-    def table(self) -> str:
-        """The metrics as aligned text, one per line, in groups under a heading."""
-        groups = self.groups()
-        width = max((len(name) for each in groups.values() for name in each), default=0)
-        lines = (
-            [group, *(f"  {k:<{width}}  {metric_text(v)}" for k, v in each.items())] for group, each in groups.items()
-        )
-        return "\n".join(chain.from_iterable(lines))
+        heading |= {k.rpartition("/")[0]: "Guarantees" for k in shown if k.endswith(("/level", "/promised"))}
+        groups, width = {group: [group] for group in GROUPS}, max(map(len, shown), default=0)
+        for key, value in shown.items():
+            groups[heading.get(key.partition("/")[0], "Other")].append(f"  {key:<{width}}  {metric_text(value)}")
+        return "\n".join("\n".join(lines) for lines in groups.values() if len(lines) > 1)
 
     def __repr__(self) -> str:
         calibrated = f", calibrated: {self.notes['calibration']}" if "calibration" in self.notes else ""
@@ -90,14 +81,9 @@ class Evaluation:
         return "\n".join([line, *self.cautions.values()])
 
     def _repr_html_(self) -> str:
-        rows = ""
-        for group, each in self.groups().items():
-            rows += f"<tr><th colspan=2 style='text-align:left'>{group}</th></tr>"
-            cells = ((escape(name), metric_text(value)) for name, value in each.items())
-            rows += "".join(f"<tr><td style='text-align:left'>{k}</td><td>{text}</td></tr>" for k, text in cells)
         said = "".join(f"<p>{escape(text)}</p>" for text in self.cautions.values())
         head = escape(repr(self).splitlines()[0])
-        return f"<details><summary><code>{head}</code></summary><table>{rows}</table></details>{said}"
+        return f"<details><summary><code>{head}</code></summary><pre>{escape(self.table())}</pre></details>{said}"
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame: one row per metric, in the column `value`."""
@@ -107,16 +93,14 @@ class Evaluation:
         """A pandas.DataFrame with a row per test example: truth, prediction, confidence, parts of the uncertainty, losses.
 
         Also NAME/set, covered and size of a conformal predictor, NAME/accepted of a gate. Segmentations have a row per
-        image, tokens one per sequence, with the share of right pixels or tokens. Rows with an ignored label are left out.
+        image, tokens one per sequence, with the share of right answers. Rows with an ignored label are left out.
         """
-        rows, flags = self.kind not in ("segmentation", "tokens"), {"accepted", "error", "exact_match"}
-        flags |= {"correct", "covered"} if self.kind == "classification" else set()
-        found = {
-            key.removeprefix("test/"): values.bool() if key.rpartition("/")[2] in flags else values
-            for key, values in self.arrays.items()
-            if key.startswith("test/") and not key.startswith("test/score/") and (rows or values.ndim == 1)
-        }
-        found.pop("cumulative", None)
+        rows, flags = self.kind not in ("segmentation", "tokens"), FLAGS if self.kind == "classification" else FLAGS[2:]
+        found = {}
+        for key, values in self.arrays.items():
+            group, _, name = key.partition("/")
+            if group == "test" and not name.startswith(("score/", "cumulative")) and (rows or values.ndim == 1):
+                found[name] = values.bool() if name.rpartition("/")[2] in flags else values
         return example_frame(found, self.notes.get("classes", "").splitlines())
 
     def plot(self, kind: str = "reliability") -> Any:

@@ -190,9 +190,9 @@ def captioned_rows(
     """(caption, image) in rows of four: predicted and true class, confidence, entropy and mutual information in nats."""
     names, shown = dict(enumerate(classes)), []
     for i, image in enumerate(images):
-        lines = [f"{short_name(str(names.get(int(answer[i]), answer[i])), 24)} {100 * confidence[i]:.0f} %"]
+        lines = [f"{short_name(str(names.get(int(answer[i]), answer[i])), 24)}: {100 * confidence[i]:.0f} %"]
         lines += [] if truth is None else [f"truth: {short_name(str(names.get(int(truth[i]), truth[i])), 24)}"]
-        lines += [f"entropy {total[i]:.2g} nats, {epistemic[i]:.2g} epistemic"]
+        lines += [f"epistemic {epistemic[i]:.2g} of {total[i]:.2g} nats"]
         shown.append(("\n".join(lines), displayable_image(image)))
     return [shown[i : i + 4] for i in range(0, len(shown), 4)]
 
@@ -215,12 +215,13 @@ def image_grid(rows: Sequence[Sequence[tuple[str, Any]]], names: Sequence[str] =
 
 
 def displayable_image(image: Array) -> Any:
-    """(H, W, 3) in [0, 1] from an image (C, H, W) in any units: values in [0, 1] are kept, others are rescaled."""
-    shown = np.asarray(image, float)
-    if shown.min() < 0 or shown.max() > 1:
+    """(H, W, 3) in [0, 1] from an image (C, H, W): bytes and values in [0, 1] are kept, others are rescaled."""
+    image = np.asarray(image)
+    shown = image / 255 if image.dtype == np.uint8 else image.astype(float)
+    if shown.min() < -1e-3 or shown.max() > 1 + 1e-3:
         shown = (shown - shown.min()) / (np.ptp(shown) or 1.0)
     shown = shown if len(shown) == 3 else shown[:1].repeat(3, 0)
-    return shown.transpose(1, 2, 0)
+    return shown.clip(0, 1).transpose(1, 2, 0)
 
 
 def training_figure(losses: Array, validation: Array, *, best: int | None) -> Figure:

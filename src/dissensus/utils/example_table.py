@@ -16,7 +16,12 @@ def predictive_frame(predictive: Any, targets: Any, classes: Sequence[str], post
     targets = predictive.targets if targets is None else tensor_of(targets).to(predictive.mean.device)
     columns = prediction_columns(predictive, targets)
     for name, promise in {} if posterior is None else posterior.promises.items():
-        columns |= {f"{name}/{key}": values for key, values in promise.row_answers(predictive).items()}
+        if promise.kind == "gate":
+            columns[f"{name}/accepted"] = promise(predictive).accept
+        elif predictive.kind == "regression":
+            columns[f"{name}/lower"], columns[f"{name}/upper"] = promise.interval(predictive)
+        else:
+            columns[f"{name}/set"] = promise.set(predictive)
     return example_frame(columns, classes or getattr(posterior, "classes", None) or ())
 
 
