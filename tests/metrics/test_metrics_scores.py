@@ -251,15 +251,15 @@ def test_smooth_ece_is_the_width_at_which_the_smoothed_gap_equals_it(seed):
     y = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(seed))[:, 0]  # gaps of both signs
     confidence, prediction = p.max(1)
     expected = smooth_ece_by_sums(confidence.numpy(), (prediction == y).double().numpy())
-    assert metrics.smooth_ece(p, y).item() == pytest.approx(expected, abs=1e-6)
+    assert metrics.smooth_ece(p, y).item() == pytest.approx(expected, abs=3e-6)
     assert expected > 1.2 * abs((prediction == y).double().mean() - confidence.mean())  # which no width would change
 
 
 def test_smooth_ece_of_one_confidence_is_its_gap_at_any_width():
     p, y = binary([0.8] * 10, [1] * 6 + [0] * 4)
-    assert metrics.smooth_ece(p, y).item() == pytest.approx(0.2, abs=1e-8)
+    assert metrics.smooth_ece(p, y).item() == pytest.approx(0.2, abs=1e-6)
     p, y = binary([1.0] * 4, [1, 0, 0, 0])  # at the edge, all mass is reflected
-    assert metrics.smooth_ece(p, y).item() == pytest.approx(0.75, abs=1e-8)
+    assert metrics.smooth_ece(p, y).item() == pytest.approx(0.75, abs=1e-6)
 
 
 def test_classwise_ece_equals_brute_force_class_by_class():

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
-from dissensus.utils.example_table import predictive_frame
-from dissensus.utils.text import html_table
+from dissensus.utils.example_table import html_table, predictive_frame
 
 
 class Predictive(ABC):
@@ -74,8 +73,7 @@ class Predictive(ABC):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper), each of the mean's shape: the central interval with probability `level`, between 0 and 1.
 
-        This is the model's own interval: it has no coverage guarantee, even if `ds.conformal` was fitted. The guaranteed
-        interval or set is that of `posterior.promises["conformal"]`.
+        It has no coverage guarantee, even if `ds.conformal` was fitted: see `posterior.promises["conformal"]`.
         """
 
     @abstractmethod

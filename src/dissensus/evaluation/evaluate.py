@@ -26,12 +26,7 @@ from dissensus.evaluation import robustness_curves, row_metrics, segmentation
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
-from dissensus.evaluation.robustness_curves import (
-    AttackCurves,
-    AttackedInputs,
-    CorruptedCounts,
-    Corruptions,
-)
+from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import one_of
 from dissensus.utils.example_table import prediction_columns
@@ -58,10 +53,9 @@ def evaluate(
 ) -> Evaluation:
     """Measures a posterior on test data: accuracy, likelihood, calibration, and on request OOD, shift, corruptions, attacks.
 
-    All numbers come from one draw of functions. Conformal sets and gates of the posterior are measured too: NAME/coverage and
-    NAME/size of sets (also by difficulty and for the worst class), NAME/risk and NAME/accepted of gates, each also under
-    corruption and on the other sets. If the posterior has `inputs`, all loaders give raw inputs; corruptions and attacks then
-    act on pixels in [0, 1].
+    All numbers come from one draw of functions. Conformal sets and gates of the posterior are measured too, as NAME/coverage,
+    size, risk and accepted, also under corruption and on the other sets. If the posterior has `inputs`, all loaders give raw
+    inputs; corruptions and attacks then act on pixels in [0, 1].
 
     Args:
         loader: test batches (x, y). Keep a fixed order to compare methods example by example. Of soft labels (B, C), nll and
@@ -81,8 +75,7 @@ def evaluate(
         progress: whether to show progress, or its title.
 
     Returns:
-        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` with values per example,
-        `.table()` as text.
+        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.table()` as text, `.examples()` by row.
 
     Raises:
         Diverged: a member predicts NaN.
@@ -122,9 +115,8 @@ def evaluate(
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     if operations:
-        each, total = count_operations(posterior, first, raw=False)
-        counts = {"cost/network_operations": float(each), "cost/operations": float(total)}
-        found = replace(found, metrics=found.metrics | counts)
+        counts = map(float, count_operations(posterior, first, raw=False))
+        found.metrics.update(zip(("cost/network_operations", "cost/operations"), counts, strict=True))
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
@@ -280,13 +272,10 @@ def parameter_count(posterior: Posterior) -> int:
 
 
 def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> tuple[int, int]:
-    """(of one drawn network, of all together) floating-point operations of a prediction for one input, counted on the CPU.
+    """(of one drawn network, of all together) floating-point operations of a prediction for the first of inputs x.
 
-    Those of matrix products, convolutions and attention; a multiplication with its addition counts as two. Layers that the
-    networks share run once.
-
-    Args:
-        x: a batch of inputs, of which the first is used; `raw`: as `posterior.predict` takes them, else as the network does.
+    Counts matrix products, convolutions and attention on the CPU; a multiplication with its addition is two. Layers that
+    networks share run once. `raw`: whether x is as `posterior.predict` takes it, else as the network does.
     """
     x = expect_posterior(posterior).transform_inputs(x) if raw else x
     x = batches.map_tensors(x, lambda tensor: tensor[:1].cpu())

@@ -32,8 +32,6 @@ ABOUT = ("classes", "calibration", "unit", "precision")  # notes on what was eva
 class Evaluation:
     """The result of `evaluate`: all metrics of a posterior, and the arrays behind intervals, tests and figures.
 
-    `print(evaluation.table())` shows the metrics.
-
     Args:
         kind: "classification", "multilabel", "regression", "segmentation" or "tokens".
         metrics: flat name ("nll", "ood/SET/auroc", "corrupt/accuracy", "members/…", "cost/…") -> number.
@@ -61,7 +59,7 @@ class Evaluation:
     notes: dict[str, str] = field(default_factory=dict)  # class names, and the method's warnings about its numbers
 
     def table(self) -> str:
-        """The metrics as aligned text, grouped by what they measure. Single corruptions and ε are only in `.metrics`."""
+        """The metrics as aligned text, in GROUPS. Single corruptions and ε are only in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         single |= {k.rpartition("/")[0] for k in self.metrics if k.startswith("attack/") and k.count("/") > 2}
         hidden = tuple(f"{prefix}/" for prefix in single)
@@ -92,8 +90,8 @@ class Evaluation:
     def examples(self) -> Any:
         """A pandas.DataFrame with a row per test example: truth, prediction, confidence, parts of the uncertainty, losses.
 
-        Also NAME/set, covered and size of a conformal predictor, NAME/accepted of a gate. Segmentations have a row per
-        image, tokens one per sequence, with the share of right answers. Rows with an ignored label are left out.
+        Also NAME/set, covered, size and accepted of promises. Segmentations have a row per image, tokens one per sequence,
+        with the share of right answers. Rows with an ignored label are left out.
         """
         rows, flags = self.kind not in ("segmentation", "tokens"), FLAGS if self.kind == "classification" else FLAGS[2:]
         found = {}

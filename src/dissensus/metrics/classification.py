@@ -23,7 +23,7 @@ from dissensus.metrics.metric_inputs import (
 )
 from dissensus.utils.checks import fraction, integer
 
-SMOOTH_POINTS = 2**12
+SMOOTH_POINTS = 2**11
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
@@ -192,26 +192,26 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
 
 
 def smooth_ece(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() calibration error without bins (Błasiok and Nakkiran, 2023); arguments as in `ece`.
+    """() calibration error without bins (Błasiok and Nakkiran, 2023), to 1e-6; arguments as in `ece`.
 
-    smECE_σ = ∫₀¹ |(1/n) Σ_i (correct_i − confidence_i) K_σ(t, confidence_i)| dt, with K_σ the Gaussian of width σ reflected at
-    0 and 1; the result is the σ at which smECE_σ = σ. Confidences are split between the nearest of 2¹² points.
+    The σ with σ = ∫₀¹ |(1/n) Σ_i (correct_i − confidence_i) K_σ(t, confidence_i)| dt, K_σ the Gaussian reflected at 0 and 1.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
-    place = confidence.double().clamp(0, 1) * SMOOTH_POINTS
-    left, gap = place.long().clamp(max=SMOOTH_POINTS - 1), (correct - confidence) / len(correct)
+    gap, place = (correct - confidence) / len(correct), confidence.double().clamp(0, 1) * SMOOTH_POINTS
+    left = place.long().clamp(max=SMOOTH_POINTS - 1)  # each gap is split between two points
     sums = gap.new_zeros(SMOOTH_POINTS + 1).index_add(0, left, gap * (left + 1 - place))
     sums = sums.index_add(0, left + 1, gap * (place - left))
-    mirrored = torch.cat([sums[:1], sums[1:-1] / 2, sums[-1:], sums[1:-1].flip(0) / 2])  # even, of period 2
-    waves = torch.fft.rfft(mirrored)
+    waves = torch.fft.rfft(
+        torch.cat([sums[:1], sums[1:-1] / 2, sums[-1:], sums[1:-1].flip(0) / 2])
+    )  # even, of period 2
     frequency = torch.pi * torch.arange(len(waves), dtype=torch.float64, device=waves.device)
-    low, high = 0.0, 1.0  # smECE_σ falls with σ
-    for _ in range(30):
+    low, high = 0.0, 1.0
+    for _ in range(20):  # the integral falls with σ
         width = (low + high) / 2
-        smooth = torch.fft.irfft(waves * (-0.5 * (width * frequency) ** 2).exp(), len(mirrored))[: SMOOTH_POINTS + 1]
-        # The points between 0 and 1 have a mirror image, which holds the other half of their mass.
-        found = float(smooth.abs().sum() * 2 - smooth[[0, -1]].abs().sum())
-        low, high = (width, high) if found > width else (low, width)
+        smooth = torch.fft.irfft(
+            waves * (-0.5 * (width * frequency) ** 2).exp()
+        ).abs()  # over [0, 2]: both halves count
+        low, high = (width, high) if smooth.sum() > width else (low, width)
     return gap.new_tensor(high)
 
 

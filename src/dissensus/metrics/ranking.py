@@ -268,16 +268,14 @@ def augrc(confidence: Tensor, loss: Tensor) -> Tensor:
 
 
 def coverage_at_risk(confidence: Tensor, loss: Tensor, *, risk: float) -> Tensor:
-    """() the largest share of examples that a threshold of confidence can answer with a mean loss of at most `risk`, or 0.
+    """() the largest share of examples that a threshold of confidence answers with a mean loss of at most `risk`; 0 if none.
 
-    Measured on these examples, not guaranteed for others: see `ds.selective`.
+    Measured on these examples, not guaranteed for others, as `ds.selective` does it.
     """
-    number("risk", risk, least=0, hint="pass for example 0.05")
     coverage, risks = risk_coverage(confidence, loss)
-    # A threshold answers all examples of equal confidence, or none.
-    ends = torch.unique(-tensor_of(confidence).flatten(), return_counts=True)[1].cumsum(0) - 1
-    met = coverage[ends][risks[ends] <= risk + 1e-12]
-    return met.amax() if len(met) else coverage.new_zeros(())
+    ends = torch.unique(-tensor_of(confidence).flatten(), return_counts=True)[1].cumsum(0) - 1  # ties: all or none
+    met = risks[ends] <= number("risk", risk, least=0, hint="pass for example 0.05") + 1e-12
+    return (coverage[ends] * met).amax()
 
 
 Rule = Literal["at_least", "nearest"]

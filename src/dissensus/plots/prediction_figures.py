@@ -169,15 +169,12 @@ def segmentation_figure(
     return figure
 
 
-GALLERY = {"least": "least certain", "mistakes": "most certain mistakes"}
-
-
 def gallery_figure(arrays: Mapping[str, Array], classes: Sequence[str]) -> Figure:
     """Draws the least certain images of an evaluation and its most certain mistakes, each with its truth."""
     numbers = {"test/score/mutual_information": 0 * arrays["test/confidence"], **arrays}  # a single network has none
     keys = ("prediction", "confidence", "score/entropy", "score/mutual_information", "target")
     rows, names = list[Any](), list[str]()
-    for group, name in GALLERY.items():
+    for group, name in (("least", "least certain"), ("mistakes", "most certain mistakes")):
         images, index = (_array(arrays[f"examples/{group}/{key}"]) for key in ("inputs", "index"))
         rows += captioned_rows(images, classes, *(_array(numbers[f"test/{key}"])[index] for key in keys))
         names += [name] * (len(rows) - len(names))

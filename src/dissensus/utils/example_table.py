@@ -1,4 +1,4 @@
-"""Predictions as a pandas.DataFrame with a row per example, with truth, uncertainty, conformal sets and gates."""
+"""Predictions with a row per example: truth, answer, uncertainty, sets and gates, for pandas and as HTML for notebooks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,3 +65,25 @@ def example_frame(columns: Mapping[str, Tensor], classes: Sequence[str]) -> Any:
             each = {f"{name}/{names.get(i, i)}": column for i, column in enumerate(outputs)}
             shown |= each if len(outputs) > 1 else {name: outputs[0]}
     return as_dataframe(shown)
+
+
+ROWS = 5  # rows of a table
+
+
+def html_table(predictive: Any) -> str:
+    """A table with a row for each of the first inputs; values are averaged over pixels."""
+    few = predictive[:ROWS]
+    shown = {name: _texts(values.double()) for name, values in prediction_columns(few).items()}
+    unit = "variance" if predictive.kind == "regression" else "nats"
+    head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
+    rows = zip(range(len(few)), *shown.values(), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)
+    more = f", the first {len(few)} of {len(predictive)} inputs" if len(few) < len(predictive) else ""
+    return f"<p><code>{predictive!r}</code>{more}; uncertainties: {unit}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _texts(values: Tensor) -> list[str]:
+    """One text per input: all outputs if there are few, else their mean."""
+    flat = values.reshape(len(values), -1)
+    flat = flat if flat.shape[1] <= 4 else flat.mean(1, keepdim=True)
+    return [", ".join(f"{each:.4g}" for each in row) for row in flat.tolist()]
