@@ -29,7 +29,6 @@ from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import one_of
-from dissensus.utils.example_table import prediction_columns
 from dissensus.utils.progress import LoaderProgress
 
 log = logging.getLogger("dissensus")
@@ -193,8 +192,7 @@ def evaluate_predictions(
     part = metric_functions(test)
     classes = part is row_metrics.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)
-    arrays = {f"test/{name}": values for name, values in prediction_columns(test.predictive, test.targets).items()}
-    arrays |= part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
+    arrays = part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
     for name, each in ood.items():
         foreign = part.scores(each)
         ranking = row_metrics.ood_metrics(scores[score], foreign[score], prevalence)

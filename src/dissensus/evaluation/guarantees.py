@@ -40,9 +40,8 @@ def guarantee_outcomes(
         elif isinstance(promise, Conformal) and y is not None:
             rows = _row_values(promise, x, weight)
             if rows is not None:
-                covered, size, answers = measure_coverage(promise, predictive, y, generator, **rows)
-                of_rows = {"covered": covered, "size": size, **answers}
-                found |= {f"{name}/{key}": values for key, values in of_rows.items()}
+                outcome = measure_coverage(promise, predictive, y, generator, **rows)
+                found |= {f"{name}/{key}": values for key, values in outcome.items()}
     return found
 
 

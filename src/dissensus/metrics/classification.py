@@ -96,9 +96,8 @@ def brier_decomposition(
 ) -> BrierDecomposition:
     """Splits the Brier score into calibration, resolution and uncertainty; for any grouping the parts add up to `brier`.
 
-    Examples are grouped by predicted class and by `bins` equal-width bins of confidence. `bins=None` groups equal
-    forecasts, which makes both within-group terms zero (Murphy, 1973). The within-group terms are those of Stephenson,
-    Coelho and Jolliffe (2008), written for vectors; the factor 2 is part of the covariance term.
+    Examples are grouped by predicted class and by `bins` equal-width bins of confidence; `bins=None` groups equal forecasts,
+    without terms within groups (Murphy, 1973). These are those of Stephenson, Coelho and Jolliffe (2008), for vectors.
     """
     rows, labels = labelled_rows(probabilities, y, ignore_index)
     nonempty_values(labels)
@@ -163,10 +162,8 @@ def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int |
     """Expected calibration error (): Σ_k n_k/n |accuracy_k − confidence_k| over non-empty bins of the largest probability.
 
     Args:
-        probabilities: (N, C), or (N, C, H, W) for pixels.
-        y: class indices (N,) or (N, H, W).
+        probabilities, y, ignore_index: as in `accuracy`.
         bins: number of equal-width bins, K.
-        ignore_index: label of void places, which are left out; None counts all places.
     """
     return confidence_ece(*_top_class(probabilities, y, ignore_index), bins=bins)
 
@@ -179,8 +176,7 @@ def confidence_ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, weigh
 def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
     """() `ece` over bins of equal mass (Nguyen and O'Connor, 2015): bin sizes differ by at most one example.
 
-    Examples of equal confidence in different bins count with their mean accuracy, so the order of the examples does not
-    matter. Arguments as in `ece`.
+    Examples of equal confidence in different bins count with their mean accuracy. Arguments as in `ece`.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     distinct, group, count = torch.unique(confidence, return_inverse=True, return_counts=True)
@@ -236,8 +232,7 @@ def debiased_squared_ece(
     """() Squared calibration error without the bias of finite samples (Kumar, Liang, Ma, 2019); may be negative.
 
     Σ_k n_k/n [(accuracy_k − confidence_k)² − accuracy_k (1 − accuracy_k)/(n_k − 1)]. The subtracted term is the unbiased
-    estimate of the sampling variance of accuracy_k; without it a perfectly calibrated model has a positive error on finite
-    data. A bin with one example has no variance estimate and contributes nothing.
+    estimate of the sampling variance of accuracy_k; a bin with one example has none and contributes nothing.
     """
     count, confidence, accuracy, _ = reliability_bins(probabilities, y, bins=bins, ignore_index=ignore_index)
     several = count > 1

@@ -1,14 +1,11 @@
 """Metrics of a ranking by scores: out-of-distribution detection, and selective prediction.
 
-OOD scores are higher for more OOD inputs. They are computed from log-probabilities. If the largest probability rounds to 1,
-−log max p is computed from the other classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident
-inputs do not tie. Use them rather than probabilities: a float32 softmax saturates at 1, which makes ties.
+OOD is the positive class, with higher scores; ties are handled exactly. Scores come from log-probabilities: a float32 softmax
+saturates at 1, which makes ties. If the largest probability rounds to 1, −log max p is computed from the other classes as
+−log(1 − Σ_{c ≠ max} p_c), accurate down to 1e-300.
 
-OOD is the positive class. Thresholds are distinct scores, so ties are handled exactly.
-
-Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any
-per-example loss, for example 0/1 errors. Each example counts with the mean loss of all examples of equal confidence, which is
-the expectation over random orders, so the result does not depend on the order of the examples.
+Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any number
+per example, such as 0/1 errors. Examples of equal confidence count with their mean loss, the expectation over random orders.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def predictive_figure(predictive: Any, x: Any, seen: Any, classes: Sequence[str]
         seen = (torch.arange(len(mean)) if x is None else x, seen)
     dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
     pictures = classed and (mean.ndim > 2 or (inputs is not None and inputs.ndim == 4))
-    truth = dots[1] if dots is not None and pictures else None
+    truth = None if dots is None or not pictures else dots[1].argmax(1) if dots[1].ndim == 2 else dots[1]
     for name, values in (("inputs", inputs), ("targets", truth)):
         if values is not None and len(values) != len(mean):
             raise ValueError(f"expected the {len(mean)} {name} of the prediction, got {len(values)}; pass the same x")

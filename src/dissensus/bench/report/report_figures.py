@@ -314,9 +314,7 @@ def _percent_text(confidence: float) -> str:
 
 def write_png(figure: Figure, path: Path) -> None:
     """Writes the figure as PNG on white, for pages that cannot show SVG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, facecolor="white")
-    write_bytes(path, buffer.getvalue())
+    write_bytes(path, charts.png_bytes(charts.notebook_figure(figure)))
 
 
 def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, str]) -> list[Path]:
