@@ -130,7 +130,7 @@ def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
     correct, brier = (found[key].reshape(shape) for key in ("test/correct", "test/brier"))
     nll = -predictions.predictive.log_prob(predictions.targets).double()
     rows = {"test/correct": correct.mean(1), "test/exact_match": correct.amin(1), "test/brier": brier.mean(1)}
-    return found | _columns(predictions) | rows | {"test/nll": nll}
+    return (columns := _columns(predictions)) | found | columns | rows | {"test/nll": nll}
 
 
 def _per_label(predictions: Predictions) -> Predictions:
@@ -203,14 +203,11 @@ def _member_nll(log_likelihood: Tensor) -> dict[str, float]:
 
 def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """nll and gaussian_nll (N,) and crps (N, D) of every example, in float64."""
-    exact, recalibrated = predictive.to(torch.float64), isinstance(predictive, RecalibratedRegression)
-    return {
-        "nll": -exact.log_prob(y.double()),
-        "gaussian_nll": metrics.gaussian_nll_values(exact.mean, exact.total, y),
-        "crps": _crps_of_cdf(predictive, y)
-        if recalibrated
-        else metrics.crps_mixture_values(*exact.defining_tensors(), y),
-    }
+    exact: Any = predictive.to(torch.float64)
+    recalibrated = isinstance(predictive, RecalibratedRegression)
+    crps = _crps_of_cdf(predictive, y) if recalibrated else metrics.crps_mixture_values(*exact.defining_tensors(), y)
+    gaussian = metrics.gaussian_nll_values(exact.mean, exact.total, y)
+    return {"nll": -exact.log_prob(y.double()), "gaussian_nll": gaussian, "crps": crps}
 
 
 def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 200) -> Tensor:

@@ -41,7 +41,7 @@ def predictive_figure(predictive: Any, x: Any, seen: Any, classes: Sequence[str]
         nats = classed or predictive.kind == "multilabel"
         label = "entropy (nats)" if nats else "standard deviation"
         return plane_figure(inputs, total if nats else total**0.5, label=label, seen=dots)
-    if pictures:
+    if pictures and inputs is not None:
         parts = mean.argmax(1), mean.max(1), _array(predictive.total), _array(predictive.epistemic)
         return image_grid(captioned_rows(inputs[:MOST], classes, *parts, truth))
     flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)

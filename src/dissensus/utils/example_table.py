@@ -58,7 +58,7 @@ def example_frame(columns: Mapping[str, Tensor], classes: Sequence[str]) -> Any:
             named = values.dtype == torch.int64 and len(names) > 0
             shown[name] = [names.get(i, i) for i in values.tolist()] if named else values.numpy()
         elif not values.is_floating_point():
-            inside = values.nonzero()[:, 1].split(values.ne(0).sum(1).tolist())
+            inside = torch.split(values.nonzero()[:, 1], values.ne(0).sum(1).tolist())
             shown[name] = [tuple(names.get(i, i) for i in each.tolist()) for each in inside]
         else:
             outputs = values.reshape(len(values), -1).T.numpy()
