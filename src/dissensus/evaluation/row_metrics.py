@@ -204,8 +204,8 @@ def _member_nll(log_likelihood: Tensor) -> dict[str, float]:
 def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """nll and gaussian_nll (N,) and crps (N, D) of every example, in float64."""
     exact: Any = predictive.to(torch.float64)
-    recalibrated = isinstance(predictive, RecalibratedRegression)
-    crps = _crps_of_cdf(predictive, y) if recalibrated else metrics.crps_mixture_values(*exact.defining_tensors(), y)
+    members, recalibrated = exact.defining_tensors()[:2], isinstance(predictive, RecalibratedRegression)
+    crps = _crps_of_cdf(predictive, y) if recalibrated else metrics.crps_mixture_values(members[0], members[1], y)
     gaussian = metrics.gaussian_nll_values(exact.mean, exact.total, y)
     return {"nll": -exact.log_prob(y.double()), "gaussian_nll": gaussian, "crps": crps}
 
