@@ -278,6 +278,16 @@ def test_extreme_examples_are_those_of_a_full_sort():
     assert torch.equal(result.arrays["examples/most/inputs"], x[order[:8]])
 
 
+def test_extreme_examples_have_their_place_among_the_rows_that_count():
+    posterior, (x, y) = ensemble(inputs=256), images(20)
+    posterior.likelihood.ignore_index = 9
+    y[::2] = 9
+    result = evaluate(posterior, Batches(x, y, batch_size=7))
+    least = result.arrays["examples/least/index"]
+    assert torch.equal(result.arrays["examples/least/inputs"], x[1::2][least])
+    assert least.tolist() == result.arrays["test/score/max_probability"].argsort(descending=True)[:8].tolist()
+
+
 def test_regression_metrics_are_those_of_the_metric_functions():
     torch.manual_seed(0)
     x, y = ds.data.x_sin_x(20)
