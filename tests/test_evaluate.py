@@ -53,7 +53,11 @@ def test_test_metrics_are_those_of_the_metric_functions():
         "nll": metrics.nll(log_mean, y),
         "brier": metrics.brier(mean, y),
         "ece": metrics.ece(mean, y),
+        "adaptive_ece": metrics.adaptive_ece(mean, y),
+        "smooth_ece": metrics.smooth_ece(mean, y),
         "aurc": metrics.aurc(-metrics.max_probability_score(log_mean), wrong),
+        "augrc": metrics.augrc(-metrics.max_probability_score(log_mean), wrong),
+        "coverage_at_risk5": metrics.coverage_at_risk(-metrics.max_probability_score(log_mean), wrong, risk=0.05),
         "members/nll": metrics.ensemble_gain(predictive.log_probs, y).member_nll,
         "members/diversity": metrics.ensemble_gain(predictive.log_probs, y).diversity,
         "members/disagreement": metrics.disagreement(predictive.log_probs),
@@ -274,6 +278,16 @@ def test_extreme_examples_are_those_of_a_full_sort():
     assert torch.equal(result.arrays["examples/most/inputs"], x[order[:8]])
 
 
+def test_extreme_examples_have_their_place_among_the_rows_that_count():
+    posterior, (x, y) = ensemble(inputs=256), images(20)
+    posterior.likelihood.ignore_index = 9
+    y[::2] = 9
+    result = evaluate(posterior, Batches(x, y, batch_size=7))
+    least = result.arrays["examples/least/index"]
+    assert torch.equal(result.arrays["examples/least/inputs"], x[1::2][least])
+    assert least.tolist() == result.arrays["test/score/max_probability"].argsort(descending=True)[:8].tolist()
+
+
 def test_regression_metrics_are_those_of_the_metric_functions():
     torch.manual_seed(0)
     x, y = ds.data.x_sin_x(20)
@@ -435,12 +449,28 @@ def test_one_member_has_no_member_metrics():
     assert "test/score/mutual_information" not in found.arrays
 
 
-def test_the_table_is_aligned_and_leaves_out_single_corruptions():
+def test_the_table_is_grouped_and_aligned_and_leaves_out_single_corruptions():
     x, y = images()
-    result = evaluate(ensemble(inputs=256), [(x, y)], corrupt=["fog"])
-    lines = result.table().splitlines()
-    names = [line.split()[0] for line in lines]
-    assert "corrupt/nll" in names
+    posterior = ensemble(inputs=256)
+    ds.conformal(posterior, [(x, y)], level=0.5, name="mine")
+    result = evaluate(posterior, [(x, y)], corrupt=["fog"], ood={"far": [(x, y)]})
+    lines, groups, heading = [], {}, ""
+    for line in result.table().splitlines():
+        if line.startswith("  "):
+            lines.append(line)
+            groups[line.split()[0]] = heading
+        else:
+            heading = line
+    names = list(groups)
+    expected = {
+        "nll": "Accuracy",
+        "smooth_ece": "Calibration",
+        "augrc": "Refusing to answer",
+        "cost/parameters": "Cost",
+    }
+    expected |= {"mine/hard/coverage": "Guarantees", "ood/far/auroc": "Foreign inputs", "corrupt/nll": "Robustness"}
+    assert {name: groups[name] for name in expected} == expected
+    assert "Other" not in groups.values()
     assert "corrupt/fog/nll" not in names
     assert "corrupt/severity1/nll" not in names
     assert len({line.index(line.split()[1]) for line in lines}) == 1

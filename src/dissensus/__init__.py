@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
-    from dissensus.evaluation.evaluate import evaluate
+    from dissensus.evaluation.evaluate import count_operations, evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.evaluation.member_diagnostics import (
         Convergence,
@@ -115,6 +115,7 @@ _HOMES = {
     "capacity": "layers.nodes",
     "conformal": "calibration.conformal",
     "convergence": "evaluation.member_diagnostics",
+    "count_operations": "evaluation.evaluate",
     "evaluate": "evaluation.evaluate",
     "export": "export_model",
     "fit": "training.fit",
@@ -140,10 +141,11 @@ __all__ = [
     "Modulation", "MultiLabel", "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior",
     "RankOneBNN", "Recorder", "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior",
     "SequencePredictive", "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks",
-    "bench", "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "data", "distributed", "evaluate",
-    "export", "fit", "heads", "integrations", "landscape", "load", "member_distances", "metrics", "nets", "ood_gate",
-    "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report", "save", "selective",
-    "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
+    "bench", "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "count_operations",
+    "data", "distributed", "evaluate", "export", "fit", "heads", "integrations", "landscape", "load",
+    "member_distances", "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches",
+    "predict_image", "refresh", "report", "save", "selective", "sklearn", "summarise", "temperature_scale", "theory",
+    "track", "watching",
 ]  # fmt: skip
 
 

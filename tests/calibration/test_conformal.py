@@ -75,7 +75,7 @@ def mean_coverage(posterior, data, n, *, splits=15, tests=400, **settings):
     for split in range(splits):
         conformal = ds.conformal(posterior, rows(*data(n)), level=0.9, seed=split, **settings)
         x, y = data(tests)
-        found.append(float(measure_coverage(conformal, posterior.predict(x), y, generator)[0].mean()))
+        found.append(float(measure_coverage(conformal, posterior.predict(x), y, generator)["covered"].mean()))
     mean = math.ceil((n + 1) * 0.9 - 1e-9) / (n + 1)
     variance = mean * (1 - mean) / (n + 2)
     return np.mean(found), mean, math.sqrt((variance + (mean * (1 - mean) - variance) / tests) / splits)
@@ -290,10 +290,10 @@ def test_equal_inputs_are_covered_alike_in_a_batch_of_one(score, nudge):
     posterior = ds.MAP(Rounded(nudge), likelihood=likelihood)
     for level in (0.5, 0.7):
         conformal, held = ds.conformal(posterior, rows(x, targets), level=level, score=score), torch.Generator()
-        together = measure_coverage(conformal, posterior.predict(x[:9]), targets[:9], held)[0]
+        together = measure_coverage(conformal, posterior.predict(x[:9]), targets[:9], held)["covered"]
         for at in range(9):
             one = slice(at, at + 1)
-            assert measure_coverage(conformal, posterior.predict(x[one]), targets[one], held)[0] == together[at]
+            assert measure_coverage(conformal, posterior.predict(x[one]), targets[one], held)["covered"] == together[at]
 
 
 def test_every_class_is_covered_by_itself():

@@ -61,7 +61,7 @@ def test_nan_is_named_with_its_place():
 
 @pytest.mark.parametrize("metric", [
     metrics.accuracy, metrics.brier, metrics.ece, metrics.adaptive_ece, metrics.classwise_ece, metrics.debiased_ece,
-    metrics.brier_decomposition, metrics.miou,
+    metrics.brier_decomposition, metrics.miou, metrics.smooth_ece,
 ])  # fmt: skip
 def test_nothing_to_measure_is_an_error(metric):
     with pytest.raises(ValueError, match="at least one labelled example, got none"):

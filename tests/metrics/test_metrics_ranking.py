@@ -342,6 +342,30 @@ def test_excess_aurc_approaches_the_formula_for_many_examples():
     assert metrics.excess_aurc(torch.zeros(n), wrong).item() == pytest.approx(limit, abs=1e-3)
 
 
+def test_augrc_is_the_closed_form_of_accuracy_and_ranking_and_the_mean_over_orders_of_ties():
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(50, dtype=torch.float64, generator=generator).round(decimals=1)  # with ties
+    wrong = torch.rand(50, generator=generator) < 0.3
+    error = wrong.double().mean().item()
+    told = metrics.auroc(-confidence[~wrong], -confidence[wrong]).item()
+    expected = error * (1 - error) * (1 - told) + error**2 / 2
+    assert metrics.augrc(confidence, wrong).item() == pytest.approx(expected, abs=1e-14)
+    assert metrics.augrc(torch.zeros(4), torch.ones(4)).item() == 0.5
+
+
+@pytest.mark.parametrize(("risk", "expected"), [(0.0, 0.2), (0.2, 0.2), (0.25, 0.8), (0.4, 0.9), (0.5, 1.0)])
+def test_coverage_at_risk_is_the_largest_share_that_a_threshold_reaches(risk, expected):
+    confidence = torch.tensor([0.9, 0.9, 0.7, 0.7, 0.7, 0.6, 0.5, 0.5, 0.2, 0.1])
+    loss = torch.tensor([0, 0, 1, 0, 1, 0, 0, 0, 1, 2])  # risk 2/5 at 0.7, 2/6 at 0.6, 2/8 at 0.5, 3/9, 5/10
+    i = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    assert metrics.coverage_at_risk(confidence[i], loss[i], risk=risk).item() == pytest.approx(expected)
+
+
+def test_no_coverage_is_zero_and_a_negative_risk_is_refused():
+    assert metrics.coverage_at_risk(torch.tensor([0.9, 0.1]), torch.tensor([1, 0]), risk=0.2).item() == 0
+    refuses(lambda: metrics.coverage_at_risk(torch.ones(2), torch.ones(2), risk=-1), "expected risk of at least 0")
+
+
 def test_unequal_lengths_are_refused():
     with pytest.raises(ValueError, match=r"expected loss of the shape \(3,\) of confidence, got \(2,\)"):
         metrics.aurc(torch.zeros(3), torch.zeros(2))

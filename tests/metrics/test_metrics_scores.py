@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import scipy.integrate
+import scipy.optimize
 import scipy.stats
 import sklearn.metrics
 import torch
@@ -227,6 +228,38 @@ def test_adaptive_ece_of_ties_is_the_mean_gap_whatever_the_order():
 def test_adaptive_ece_with_more_bins_than_examples_counts_each_example():
     p, y = binary([0.7, 0.8, 0.9], [1, 0, 1])
     assert metrics.adaptive_ece(p, y, bins=15).item() == pytest.approx((0.3 + 0.8 + 0.1) / 3)
+
+
+def smooth_ece_by_sums(confidence, correct):
+    """The definition on a fine grid: a sum over examples and mirror images, and the width found by scipy."""
+    t = np.linspace(0, 1, 4001)
+    gap = correct - confidence
+    copies = [sign * confidence + 2 * shift for sign in (1, -1) for shift in (-1, 0, 1)]
+
+    def error(width):
+        density = sum(
+            (gap * np.exp(-0.5 * ((t[:, None] - place) / width) ** 2)).sum(1) for place in copies
+        ) / (len(gap) * width * np.sqrt(2 * np.pi))  # fmt: skip
+        return np.trapezoid(abs(density), t)
+
+    return scipy.optimize.brentq(lambda width: error(width) - width, 1e-3, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_smooth_ece_is_the_width_at_which_the_smoothed_gap_equals_it(seed):
+    p, _ = forecasts(n=60, seed=seed)
+    y = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(seed))[:, 0]  # gaps of both signs
+    confidence, prediction = p.max(1)
+    expected = smooth_ece_by_sums(confidence.numpy(), (prediction == y).double().numpy())
+    assert metrics.smooth_ece(p, y).item() == pytest.approx(expected, abs=3e-6)
+    assert expected > 1.2 * abs((prediction == y).double().mean() - confidence.mean())  # which no width would change
+
+
+def test_smooth_ece_of_one_confidence_is_its_gap_at_any_width():
+    p, y = binary([0.8] * 10, [1] * 6 + [0] * 4)
+    assert metrics.smooth_ece(p, y).item() == pytest.approx(0.2, abs=1e-6)
+    p, y = binary([1.0] * 4, [1, 0, 0, 0])  # at the edge, all mass is reflected
+    assert metrics.smooth_ece(p, y).item() == pytest.approx(0.75, abs=1e-6)
 
 
 def test_classwise_ece_equals_brute_force_class_by_class():

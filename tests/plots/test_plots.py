@@ -73,8 +73,13 @@ def test_images_are_shown_with_what_is_said_of_them_and_pixels_as_maps():
     images = torch.rand(2, 1, 6, 5)
     answers = ds.ClassificationPredictive(torch.randn(2, 2, 4).log_softmax(2))
     titles = [axes.get_title() for axes in drawn(answers.plot(images, classes=list("abcd"))).axes][:2]
-    best = [f"{'abcd'[int(row.argmax())]} {100 * float(row.max()):.0f} %" for row in answers.mean]
-    assert [title.splitlines()[0] for title in titles] == best
+    best = [f"{'abcd'[int(row.argmax())]}: {100 * float(row.max()):.0f} %" for row in answers.mean]
+    parts = [f"epistemic {e:.2g} of {t:.2g} nats" for e, t in zip(answers.epistemic, answers.total, strict=True)]
+    assert [title.splitlines() for title in titles] == [list(lines) for lines in zip(best, parts, strict=True)]
+    for seen in (torch.tensor([3, 0]), (images, torch.eye(4)[[3, 0]])):
+        figure = answers.plot(images, seen=seen, classes=list("abcd"))
+        assert [axes.get_title().splitlines()[1] for axes in figure.axes][:2] == ["truth: d", "truth: a"]
+    refuses(lambda: answers.plot(images, seen=torch.zeros(7)), "expected the 2 targets of the prediction, got 7")
     pixels = ds.ClassificationPredictive(torch.randn(2, 2, 4, 6, 5).log_softmax(2))
     assert [len(each.axes) for each in (drawn(pixels.plot()), pixels.plot(images))] == [6, 8]
 
@@ -86,7 +91,7 @@ def test_void_pixels_of_the_truth_are_black_and_only_what_is_there_is_in_the_leg
     def names(figure):
         return [text.get_text() for text in figure.legends[0].get_texts()]
 
-    assert names(pixels.plot(images, seen=(images, truth), classes=list("abcd"))) == list("abcd")
+    assert names(pixels.plot(images, seen=truth, classes=list("abcd"))) == list("abcd")
     truth[0, 2] = 255
     figure = drawn(pixels.plot(images, seen=(images, truth), classes=list("abcd")))
     assert names(figure) == [*"abcd", "void"]
@@ -94,7 +99,7 @@ def test_void_pixels_of_the_truth_are_black_and_only_what_is_there_is_in_the_leg
     shown = {axes.get_title(): axes.images[0].get_array() for axes in reversed(figure.axes)}
     assert (shown["truth"][2] == 0).all()
     assert (shown["truth"][3] != 0).any()
-    assert "confidence, 0 (dark) to 1" in shown
+    assert "confidence, 0 % (dark) to 100 %" in shown
 
 
 def test_inputs_that_no_figure_is_for_are_one_clear_error():
@@ -103,12 +108,22 @@ def test_inputs_that_no_figure_is_for_are_one_clear_error():
     refuses(lambda: predictive.plot(torch.rand(2, 2)), "expected the 3 inputs of the prediction, got 2")
 
 
-@pytest.mark.parametrize(("kind", "axes"), [("reliability", 2), ("risk", 1), ("ood", 1), ("corruptions", 3)])
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("reliability", 2), ("risk", 1), ("ood", 1), ("corruptions", 3), ("gallery", 16)]
+)
 def test_an_evaluation_draws_what_it_measured(classified, kind, axes):
     figure = drawn(classified.plot(kind))
     assert len(figure.axes) == axes
     if kind == "reliability":
         assert figure.axes[0].get_title() == f"ECE {100 * classified.metrics['ece']:.2f} %"
+    if kind == "gallery":
+        frame = classified.examples()
+        unsure = frame.sort_values("confidence").iloc[:8]
+        wrong = frame[~frame["correct"]].sort_values("confidence", ascending=False).iloc[:8]
+        for axes, (_, row) in zip(figure.axes, [*unsure.iterrows(), *wrong.iterrows()], strict=True):
+            answer, truth, _ = axes.get_title().splitlines()
+            assert (answer, truth) == (f"{row.prediction}: {100 * row.confidence:.0f} %", f"truth: {row.truth}")
+        assert [axes.texts[0].get_text() for axes in figure.axes[::8]] == ["least certain", "most certain mistakes"]
     if kind == "corruptions":
         shown = figure.axes[0].lines[0].get_ydata()
         clean, damaged = (classified.arrays[f"corrupt/{key}/accuracy"] for key in ("clean", "by_severity"))
@@ -122,6 +137,9 @@ def test_a_figure_of_what_was_not_measured_is_one_clear_error(classified):
     ):
         plain.plot("corruptions")
     refuses(lambda: plain.plot("ood"), "expected an evaluation with ood to plot")
+    refuses(
+        lambda: plain.plot("gallery"), "expected an evaluation with gallery to plot, got one without; evaluate a class"
+    )
     refuses(lambda: classified.plot("rsk"), "did you mean 'risk'")
 
 
@@ -129,7 +147,7 @@ def test_evaluations_and_histories_are_short_in_text_and_whole_in_frames(classif
     pandas = pytest.importorskip("pandas", reason="pandas is not installed: pip install pandas")
     assert len(repr(classified).splitlines()) == 1
     assert f"accuracy {classified.metrics['accuracy']:.4f}" in repr(classified)
-    assert "<td style='text-align:left'>ood/dark ones/auroc</td>" in classified._repr_html_()
+    assert "\nForeign inputs\n  ood/dark ones/auroc " in classified._repr_html_()
     assert classified.to_dataframe()["value"].to_dict() == classified.metrics
     results = results_of_evaluations({"a": [classified, classified], "b": classified}, "t").to_dataframe()
     assert isinstance(results, pandas.DataFrame)

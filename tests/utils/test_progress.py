@@ -63,3 +63,15 @@ def test_a_long_evaluation_says_where_it_is_and_a_quick_one_nothing(capsys, monk
     ds.evaluate(posterior, batches(3), progress=False)
     assert capsys.readouterr().err == ""
     assert quick.metrics.keys() < slow.metrics.keys()
+
+
+def test_a_notebook_has_one_line_that_is_overwritten_and_not_on_stderr(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    with progress.Progress(3, 1, title="map", show=True) as bar:
+        for number, text in enumerate(("loss 1.25", "loss 1", "loss 0.5")):
+            bar.end_epoch(number, text)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out == "\rmap  epoch 1/3  loss 1.25\rmap  epoch 2/3  loss 1   \rmap  epoch 3/3  loss 0.5 \n"
+    ds.evaluate(ds.MAP(ds.nets.MLP(2, 2, hidden=(4,))), batches(3))
+    assert capsys.readouterr() == ("", "")

@@ -310,19 +310,19 @@ class Conformal(Guarantee):
 
 def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(N,) the share of outputs inside (0 or 1 for a class) and (N,) the number of classes in the set or the mean width.
+) -> dict[str, Tensor]:
+    """ "covered" (N,), the share of outputs inside, "size" (N,), classes or mean width, and "set", or "lower" and "upper".
 
     For predictions of rows with targets y; `rows`: weight and group, if used.
     """
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]
-        return hit.double(), found.sum(1).double()
+        return {"covered": hit.double(), "size": found.sum(1).double(), "set": found}
     lower, upper = (end.double() for end in conformal.interval(predictive, **rows))
     inside = (lower <= y.to(lower.device)) & (y.to(lower.device) <= upper)
-    rows_first = (len(y), -1)
-    return inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1)
+    share, width = (each.double().reshape(len(y), -1).mean(1) for each in (inside, upper - lower))
+    return {"covered": share, "size": width, "lower": lower, "upper": upper}
 
 
 def lac(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
-from dissensus.utils.text import html_table
+from dissensus.utils.example_table import html_table, predictive_frame
 
 
 class Predictive(ABC):
@@ -73,8 +73,7 @@ class Predictive(ABC):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper), each of the mean's shape: the central interval with probability `level`, between 0 and 1.
 
-        This is the model's own interval: it has no coverage guarantee, even if `ds.conformal` was fitted. The guaranteed
-        interval or set is that of `posterior.promises["conformal"]`.
+        It has no coverage guarantee, even if `ds.conformal` was fitted: see `posterior.promises["conformal"]`.
         """
 
     @abstractmethod
@@ -133,16 +132,23 @@ class Predictive(ABC):
     def __len__(self) -> int:
         return int(self.defining_tensors()[0].shape[1])
 
-    def plot(
-        self, x: Tensor | None = None, *, seen: tuple[Tensor, Tensor] | None = None, classes: Sequence[str] = ()
-    ) -> Any:
+    def to_dataframe(self, targets: Tensor | None = None, *, classes: Sequence[str] = (), posterior: Any = None) -> Any:
+        """A pandas.DataFrame with a row per input: truth, prediction, confidence or interval, and parts of the uncertainty.
+
+        Args:
+            targets: of the inputs; None takes `.targets`. Pixels count as means over an image, without ignored ones.
+            posterior: the one that predicted: names the classes, and adds its conformal sets or intervals and its gates.
+        """
+        return predictive_frame(self, targets, classes, posterior)
+
+    def plot(self, x: Tensor | None = None, *, seen: Any = None, classes: Sequence[str] = ()) -> Any:
         """A matplotlib figure of the prediction over its inputs x, on a line, in a plane, or for images.
 
         Args:
             x: the inputs of the prediction. (B,) or (B, 1): a regression with 90 % bands. (B, 2): total uncertainty over
                 the plane. Images (B, channels, H, W): the first eight with their predictions, as maps for segmentations.
                 None: the index of each input; segmentations are drawn without their images.
-            seen: inputs and targets to draw as dots, such as the training data; for segmentations (x, truth).
+            seen: (inputs, targets) to draw as dots, such as the training data, or the targets of x: for images the truth.
             classes: names of the classes.
         """
         from dissensus.plots.charts import notebook_figure  # loads matplotlib
@@ -319,10 +325,7 @@ class RegressionPredictive(Predictive):
         return 0.5 * (lower + upper)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper) of the mean's shape: the central interval of the mixture, for each output separately.
-
-        It has no coverage guarantee, even if `ds.conformal` was fitted: see `posterior.promises["conformal"].interval(x)`.
-        """
+        """(lower, upper) of the mean's shape: the central interval of the mixture, for each output, without a guarantee."""
         tail = tail_probability(level)
         return self.quantile(tail), self.quantile(1 - tail)
 

@@ -1,5 +1,6 @@
 """evaluate: all metrics of a posterior from one draw, on test data and on foreign, shifted, corrupted and attacked inputs."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,24 +11,22 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus import metrics
 from dissensus.calibration.selective import Gate
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
-from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, draw_once
 from dissensus.evaluation import robustness_curves, row_metrics, segmentation
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
-from dissensus.evaluation.robustness_curves import (
-    AttackCurves,
-    AttackedInputs,
-    CorruptedCounts,
-    Corruptions,
-)
+from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import one_of
 from dissensus.utils.progress import LoaderProgress
@@ -48,14 +47,14 @@ def evaluate(
     score: str | None = None,
     classes: Sequence[str] | None = None,
     precision: PredictionPrecision = "float32",
+    operations: bool = False,
     progress: bool | str = True,
 ) -> Evaluation:
     """Measures a posterior on test data: accuracy, likelihood, calibration, and on request OOD, shift, corruptions, attacks.
 
-    All numbers come from one draw of functions. Conformal sets and gates of the posterior are measured too: NAME/coverage and
-    NAME/size of sets (also by difficulty and for the worst class), NAME/risk and NAME/accepted of gates, each also under
-    corruption and on the other sets. If the posterior has `inputs`, all loaders give raw inputs; corruptions and attacks then
-    act on pixels in [0, 1].
+    All numbers come from one draw of functions. Conformal sets and gates of the posterior are measured too, as NAME/coverage,
+    size, risk and accepted, also under corruption and on the other sets. If the posterior has `inputs`, all loaders give raw
+    inputs; corruptions and attacks then act on pixels in [0, 1].
 
     Args:
         loader: test batches (x, y). Keep a fixed order to compare methods example by example. Of soft labels (B, C), nll and
@@ -71,11 +70,11 @@ def evaluate(
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
         precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
             Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.
+        operations: whether to count the floating-point operations per input, as `count_operations` does.
         progress: whether to show progress, or its title.
 
     Returns:
-        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` with values per example,
-        `.table()` as text.
+        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.table()` as text, `.examples()` by row.
 
     Raises:
         Diverged: a member predicts NaN.
@@ -96,7 +95,7 @@ def evaluate(
         draw_once(posterior, precision) as functions,
         LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
     ):
-        kind, once = _kind_of_predictions(functions, data)
+        kind, once, first = _kind_of_predictions(functions, data)
         test = bar.track_batches(once, "test", data.length)
         ood, shift = (
             {n: bar.track_batches(each, n, each.length) for n, each in sets.items()} for sets in (foreign, moved)
@@ -114,6 +113,9 @@ def evaluate(
             )
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
+    if operations:
+        counts = map(float, count_operations(posterior, first, raw=False))
+        found.metrics.update(zip(("cost/network_operations", "cost/operations"), counts, strict=True))
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
@@ -267,6 +269,25 @@ def parameter_count(posterior: Posterior) -> int:
     return sum(parameter.numel() for parameter in posterior.parameters())
 
 
+def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> tuple[int, int]:
+    """(of one drawn network, of all together) floating-point operations of a prediction for the first of inputs x.
+
+    Counts matrix products, convolutions and attention on the CPU; a multiplication with its addition is two. Layers that
+    networks share run once. `raw`: whether x is as `posterior.predict` takes it, else as the network does.
+    """
+    x = expect_posterior(posterior).transform_inputs(x) if raw else x
+    x = batches.map_tensors(x, lambda tensor: tensor[:1].cpu())
+    posterior, counts = copy.deepcopy(posterior).cpu(), []  # programs and graphs of a GPU hide what they compute
+    with inference_context(posterior):
+        drawn = posterior.draw()
+        for run in (partial(batches.call_network, drawn.member(0).eval()), drawn.describe):
+            run(x)  # some layers run twice at first, to see shapes
+            with FlopCounterMode(display=False) as counter:
+                run(x)
+            counts.append(counter.get_total_flops())
+    return counts[0], counts[1]
+
+
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
     """members/ood/SET/auroc: mean AUROC of single members."""
     inside = row_metrics.member_scores(test, score)
@@ -279,8 +300,8 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
     return found
 
 
-def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
-    """The kind of predictions, judged by the first batch, and an iterator over all batches, the first included."""
+def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any], Inputs]:
+    """The kind of predictions, judged by the first batch, an iterator over all batches, and the first one's inputs."""
     left = iter(loader)  # the others are checked by those who read them
     first = next(functions.posterior.read(left, anywhere=True), None)
     if first is None:
@@ -293,7 +314,7 @@ def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[P
     if kind not in row_metrics.OOD_SCORES:
         got, advice = type(predictive).__name__, "return one of them from the likelihood's predictive()"
         raise TypeError(f"expected a ClassificationPredictive or RegressionPredictive, got {got}; {advice}")
-    return kind, chain([first], left)
+    return kind, chain([first], left), first.x
 
 
 def _evaluate_segmentation(

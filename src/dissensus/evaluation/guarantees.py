@@ -14,7 +14,8 @@ from dissensus.core.predictive import CategoricalPredictive, Predictive
 log = logging.getLogger("dissensus")
 
 Promises = Mapping[str, Any]  # name -> Conformal or Gate: `posterior.promises`
-RowValues = dict[str, Tensor]  # "NAME/covered", "NAME/size", "NAME/accepted", "NAME/error" -> (B,)
+RowValues = dict[str, Tensor]  # "NAME/covered", "NAME/size", "NAME/accepted", "NAME/error" -> (B,), and of ANSWERS
+ANSWERS = ("/set", "/lower", "/upper")  # (B, K) or of the mean's shape: large, and in the units of the predictions
 DIFFICULTIES = ("easy", "medium", "hard")  # thirds of the rows, by the predictive's total uncertainty
 
 
@@ -27,7 +28,7 @@ def guarantee_outcomes(
     x: Any = None,
     weight: Tensor | None = None,
 ) -> RowValues:
-    """Covered and size of sets, accepted and error of gates, for each row; y is None for foreign inputs."""
+    """Sets or intervals, whether they cover, and their size; accepted and error of gates; y is None for foreign inputs."""
     found: RowValues = {}
     if isinstance(predictive, CategoricalPredictive) and predictive.log_mean.ndim > 2:
         return found  # pixels have no promises
@@ -39,8 +40,8 @@ def guarantee_outcomes(
         elif isinstance(promise, Conformal) and y is not None:
             rows = _row_values(promise, x, weight)
             if rows is not None:
-                covered, size = measure_coverage(promise, predictive, y, generator, **rows)
-                found |= {f"{name}/covered": covered, f"{name}/size": size}
+                outcome = measure_coverage(promise, predictive, y, generator, **rows)
+                found |= {f"{name}/{key}": values for key, values in outcome.items()}
     return found
 
 

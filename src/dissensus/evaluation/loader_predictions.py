@@ -136,14 +136,14 @@ class _Collection:
         x, y, weight = batch
         y, *images = tensors or [y]
         self.shapes.add(shapes_of(x))
-        index = torch.arange(self.seen, self.seen + batch.size)
-        self.seen += batch.size
         if self.ignored is not None and not y.is_floating_point():
             counted = y != self.ignored
-            answer, index = select_rows(answer, counted), index[counted]
+            answer = select_rows(answer, counted)
             x, y = batches.map_tensors(batches.move_to_device(x, counted.device), itemgetter(counted)), y[counted]
             images = [each[counted] for each in images]
             weight = None if weight is None else weight.cpu()[counted]
+        index = torch.arange(self.seen, self.seen + len(answer.predictive))  # in the arrays test/…
+        self.seen += len(index)
         if images and len(self.shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
             shown = images[0] if self.picture is None else self.picture(images[0])

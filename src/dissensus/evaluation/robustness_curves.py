@@ -25,7 +25,7 @@ from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data import corruptions
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
-from dissensus.evaluation.guarantees import Promises, RowValues, guarantee_outcomes, guarantee_tables
+from dissensus.evaluation.guarantees import ANSWERS, Promises, RowValues, guarantee_outcomes, guarantee_tables
 from dissensus.evaluation.loader_predictions import hard_labels, is_image
 from dissensus.methods.map import MAP
 from dissensus.metrics.classification import bin_sums, confidence_ece, ece_from_sums
@@ -197,7 +197,7 @@ def _corrupt_batch(
             if promises and y.ndim == 1:
                 kept = {"y": y[counted], "x": damaged[counted]}
                 outcomes = guarantee_outcomes(promises, predictive[counted], generator, **kept)
-                promised[t, s] = {key: value.cpu() for key, value in outcomes.items()}
+                promised[t, s] = {k: value.cpu() for k, value in outcomes.items() if not k.endswith(ANSWERS)}
             sums[t, s], values[:, t, s] = _outcome(predictive, y, functions.ignore_index)
     return clean, sums, values, promised
 

@@ -12,6 +12,7 @@ from dissensus.calibration.calibrations import AT_ONCE, RecalibratedRegression
 from dissensus.calibration.conformal import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
 from dissensus.core.predictive import SummaryPredictive
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
+from dissensus.utils.example_table import prediction_columns
 
 CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")
 # kind of predictions -> the scores that can rank inputs; the first is the default
@@ -21,38 +22,47 @@ OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjust
 
 
 def class_metrics(predictions: Predictions) -> dict[str, float]:
-    """accuracy, nll, brier, ece and aurc of a labelled set; soft labels count in nll and brier, else their likeliest class."""
+    """Accuracy, proper scores, calibration and refusal of a labelled set; soft labels count in nll and brier alone."""
     predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
     probabilities = predictive.mean
-    correct = metrics.accuracy_values(probabilities, labels)
-    return {
-        "accuracy": float(correct.mean()),
-        "nll": float(metrics.nll(predictive.log_mean, y)),
-        "brier": float(metrics.brier(probabilities, y)),
-        "ece": float(metrics.ece(probabilities, labels)),
-        # Ranked by −log max p: probabilities that round to 1 would tie.
-        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)),
+    wrong = 1 - metrics.accuracy_values(probabilities, labels)
+    # Ranked by −log max p: probabilities that round to 1 would tie.
+    ranked = -metrics.max_probability_score(predictive.log_mean).flatten(), wrong
+    found = {
+        "accuracy": (1 - wrong).mean(),
+        "nll": metrics.nll(predictive.log_mean, y),
+        "brier": metrics.brier(probabilities, y),
+        "ece": metrics.ece(probabilities, labels),
+        "adaptive_ece": metrics.adaptive_ece(probabilities, labels),
+        "smooth_ece": metrics.smooth_ece(probabilities, labels),
+        "aurc": metrics.aurc(*ranked),
+        "augrc": metrics.augrc(*ranked),
+        "coverage_at_risk5": metrics.coverage_at_risk(*ranked, risk=0.05),
     }
+    return {name: float(value) for name, value in found.items()}
 
 
 def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """Values per example, the reliability bins and the risk–coverage curve."""
     predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
     probabilities = predictive.mean
-    confidence, prediction = probabilities.max(1)
     correct = metrics.accuracy_values(probabilities, labels)
     bins = metrics.reliability_bins(probabilities, labels)
     curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean).flatten(), 1 - correct)
     return {
-        "test/target": labels,
-        "test/prediction": prediction,
-        "test/confidence": confidence,
+        **_columns(predictions),
         "test/correct": correct,
         "test/nll": metrics.nll_values(predictive.log_mean, y),
         "test/brier": metrics.brier_values(probabilities, y),
         **{f"reliability/{name}": value for name, value in bins._asdict().items()},
         **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
     }
+
+
+def _columns(predictions: Predictions) -> dict[str, Tensor]:
+    """test/NAME of a DataFrame's columns: target, answer, confidence or interval, and parts of the uncertainty."""
+    columns = prediction_columns(predictions.predictive, predictions.targets)
+    return {f"test/{name}": values for name, values in columns.items()}
 
 
 def class_scores(predictions: Predictions) -> dict[str, Tensor]:
@@ -79,16 +89,14 @@ def class_members(predictions: Predictions) -> dict[str, float]:
         return {}
     predictive, y, labels = predictions.predictive, predictions.targets, predictions.labels
     members = predictive.log_probs
-    nll = torch.stack([metrics.nll(member, y) for member in members])
+    found = _member_nll(-torch.stack([metrics.nll_values(member, y) for member in members]))
+    if y is not labels:  # of soft labels, Σ_c y_c log p̄_c is the mixture's
+        found["members/diversity"] = found["members/nll"] + float(predictive.log_prob(y).mean())
     accuracy = torch.stack([metrics.accuracy(member.exp(), labels) for member in members])
-    gain = metrics.ensemble_gain(members, y).diversity if y is labels else nll.mean() + predictive.log_prob(y).mean()
     return {
-        "members/count": float(len(members)),
-        "members/nll": float(nll.mean()),
-        "members/nll_best": float(nll.min()),
+        **found,
         "members/accuracy": float(accuracy.mean()),
         "members/accuracy_best": float(accuracy.max()),
-        "members/diversity": float(gain),
         "members/disagreement": float(metrics.disagreement(members)),
         "members/effective_members": float(metrics.effective_members(members, labels)),
     }
@@ -118,12 +126,11 @@ def multilabel_metrics(predictions: Predictions) -> dict[str, float]:
 def multilabel_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """Values per example, target and prediction (N, L), the reliability bins and the risk–coverage curve of all labels."""
     found = class_arrays(_per_label(predictions))
-    correct, brier = (
-        found[key].reshape(found["test/target"].shape) for key in ("test/correct", "test/brier")
-    )  # (N, L)
+    shape = predictions.targets.shape  # (N, L)
+    correct, brier = (found[key].reshape(shape) for key in ("test/correct", "test/brier"))
     nll = -predictions.predictive.log_prob(predictions.targets).double()
     rows = {"test/correct": correct.mean(1), "test/exact_match": correct.amin(1), "test/brier": brier.mean(1)}
-    return found | rows | {"test/nll": nll}
+    return (columns := _columns(predictions)) | found | columns | rows | {"test/nll": nll}
 
 
 def _per_label(predictions: Predictions) -> Predictions:
@@ -141,34 +148,28 @@ MULTILABEL = MetricFunctions(
 )
 
 
-LEVEL = 0.9
-
-
 def regression_metrics(predictions: Predictions) -> dict[str, float]:
     """rmse, nll of the mixture, gaussian_nll of its first two moments, crps, and coverage and width of 90 % intervals."""
-    predictive, y = predictions.predictive, predictions.targets
-    lower, upper = predictive.interval(LEVEL)
+    arrays = {key.removeprefix("test/"): values.double() for key, values in regression_arrays(predictions).items()}
     return {
-        "rmse": float(metrics.rmse(predictive.mean, y)),
-        **{name: float(values.mean()) for name, values in _values(predictive, y).items()},
-        "coverage90": float(metrics.interval_coverage(lower, upper, y)),
-        "width90": float(metrics.mean_interval_width(lower, upper)),
+        "rmse": float(arrays["squared_error"].mean().sqrt()),
+        **{name: float(arrays[name].mean()) for name in ("nll", "gaussian_nll", "crps")},
+        "coverage90": float(arrays["covered90"].mean()),
+        "width90": float((arrays["upper90"] - arrays["lower90"]).mean()),
     }
 
 
 def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """Values per example (means over outputs), the probability integral transform and the risk–coverage curve."""
-    predictive, y = predictions.predictive, predictions.targets
-    squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
+    predictive, y, columns = predictions.predictive, predictions.targets, _columns(predictions)
+    squared = _output_means((predictive.mean.double() - y.double()).square())
     curve = metrics.risk_coverage(-_output_means(predictive.total), squared)
-    lower, upper = predictive.interval(LEVEL)
+    ends = columns["test/lower90"], columns["test/upper90"]
     return {
-        "test/target": y,
-        "test/mean": predictive.mean,
-        "test/variance": predictive.total,
+        **columns,
         "test/squared_error": squared,
         **{f"test/{name}": _output_means(values) for name, values in _values(predictive, y).items()},
-        "test/covered90": _output_means(metrics.interval_coverage_values(lower, upper, y)),
+        "test/covered90": _output_means(metrics.interval_coverage_values(*ends, y)),
         # P(Y ≤ y): a central interval of level l holds y where |2 P − 1| ≤ l, so one array gives every coverage.
         "test/cumulative": predictive.cdf(y),
         **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
@@ -202,18 +203,11 @@ def _member_nll(log_likelihood: Tensor) -> dict[str, float]:
 
 def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """nll and gaussian_nll (N,) and crps (N, D) of every example, in float64."""
-    if isinstance(predictive, RecalibratedRegression):
-        return {
-            "nll": -predictive.log_prob(y).double(),
-            "gaussian_nll": metrics.gaussian_nll_values(predictive.mean, predictive.total, y),
-            "crps": _crps_of_cdf(predictive, y),
-        }
-    means, variances = predictive.defining_tensors()
-    return {
-        "nll": metrics.mixture_nll_values(means, variances, y),
-        "gaussian_nll": metrics.gaussian_nll_values(*metrics.moment_match(means, variances), y),
-        "crps": metrics.crps_mixture_values(means, variances, y),
-    }
+    exact: Any = predictive.to(torch.float64)
+    members, recalibrated = exact.defining_tensors()[:2], isinstance(predictive, RecalibratedRegression)
+    crps = _crps_of_cdf(predictive, y) if recalibrated else metrics.crps_mixture_values(members[0], members[1], y)
+    gaussian = metrics.gaussian_nll_values(exact.mean, exact.total, y)
+    return {"nll": -exact.log_prob(y.double()), "gaussian_nll": gaussian, "crps": crps}
 
 
 def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 200) -> Tensor:

@@ -1,12 +1,10 @@
 """Statistical uncertainty of metrics: bootstrap intervals, paired comparisons, McNemar's test, Student's t.
 
-Examples are resampled with replacement. The interval of one metric is the percentile interval (Efron, 1979), which is too
-narrow below some 30 examples. Differences use Student's t, so that their interval contains zero exactly when p ≥ 1 − level.
-If nothing varies, as with one example, interval and p are NaN. Random numbers come from a separate generator on the CPU,
-seeded by `seed`: they are the same on every device, and the global generator is not used.
+The interval of one metric is the percentile interval (Efron, 1979), too narrow below some 30 examples. Differences use
+Student's t, so that their interval contains zero exactly when p ≥ 1 − level. If nothing varies, interval and p are NaN. Random
+numbers come from a separate generator on the CPU, seeded by `seed`.
 
-Only the variation over test examples is counted here. Networks trained from other seeds vary too: `dissensus.report` of
-several seeds counts both.
+Only the variation over test examples is counted here; `dissensus.report` of several seeds counts that of training too.
 """
 
 import math

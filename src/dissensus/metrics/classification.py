@@ -23,6 +23,8 @@ from dissensus.metrics.metric_inputs import (
 )
 from dissensus.utils.checks import fraction, integer
 
+SMOOTH_POINTS = 2**11
+
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """() share of examples whose most probable class is y; the first class wins ties.
@@ -94,9 +96,8 @@ def brier_decomposition(
 ) -> BrierDecomposition:
     """Splits the Brier score into calibration, resolution and uncertainty; for any grouping the parts add up to `brier`.
 
-    Examples are grouped by predicted class and by `bins` equal-width bins of confidence. `bins=None` groups equal
-    forecasts, which makes both within-group terms zero (Murphy, 1973). The within-group terms are those of Stephenson,
-    Coelho and Jolliffe (2008), written for vectors; the factor 2 is part of the covariance term.
+    Examples are grouped by predicted class and by `bins` equal-width bins of confidence; `bins=None` groups equal forecasts,
+    without terms within groups (Murphy, 1973). These are those of Stephenson, Coelho and Jolliffe (2008), for vectors.
     """
     rows, labels = labelled_rows(probabilities, y, ignore_index)
     nonempty_values(labels)
@@ -161,10 +162,8 @@ def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int |
     """Expected calibration error (): Σ_k n_k/n |accuracy_k − confidence_k| over non-empty bins of the largest probability.
 
     Args:
-        probabilities: (N, C), or (N, C, H, W) for pixels.
-        y: class indices (N,) or (N, H, W).
+        probabilities, y, ignore_index: as in `accuracy`.
         bins: number of equal-width bins, K.
-        ignore_index: label of void places, which are left out; None counts all places.
     """
     return confidence_ece(*_top_class(probabilities, y, ignore_index), bins=bins)
 
@@ -177,8 +176,7 @@ def confidence_ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, weigh
 def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
     """() `ece` over bins of equal mass (Nguyen and O'Connor, 2015): bin sizes differ by at most one example.
 
-    Examples of equal confidence in different bins count with their mean accuracy, so the order of the examples does not
-    matter. Arguments as in `ece`.
+    Examples of equal confidence in different bins count with their mean accuracy. Arguments as in `ece`.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     distinct, group, count = torch.unique(confidence, return_inverse=True, return_counts=True)
@@ -187,6 +185,30 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
     gap: Tensor = accuracy[group] - distinct[group].double()
     index = torch.arange(len(gap), device=gap.device) * integer("bins", bins) // len(gap)
     return gap.new_zeros(bins).index_add(0, index, gap).abs().sum() / len(gap)
+
+
+def smooth_ece(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
+    """() calibration error without bins (Błasiok and Nakkiran, 2023), to 1e-6; arguments as in `ece`.
+
+    The σ with σ = ∫₀¹ |(1/n) Σ_i (correct_i − confidence_i) K_σ(t, confidence_i)| dt, K_σ the Gaussian reflected at 0 and 1.
+    """
+    confidence, correct = _top_class(probabilities, y, ignore_index)
+    gap, place = (correct - confidence) / len(correct), confidence.double().clamp(0, 1) * SMOOTH_POINTS
+    left = place.long().clamp(max=SMOOTH_POINTS - 1)  # each gap is split between two points
+    sums = gap.new_zeros(SMOOTH_POINTS + 1).index_add(0, left, gap * (left + 1 - place))
+    sums = sums.index_add(0, left + 1, gap * (place - left))
+    waves = torch.fft.rfft(
+        torch.cat([sums[:1], sums[1:-1] / 2, sums[-1:], sums[1:-1].flip(0) / 2])
+    )  # even, of period 2
+    frequency = torch.pi * torch.arange(len(waves), dtype=torch.float64, device=waves.device)
+    low, high = 0.0, 1.0
+    for _ in range(20):  # the integral falls with σ
+        width = (low + high) / 2
+        smooth = torch.fft.irfft(
+            waves * (-0.5 * (width * frequency) ** 2).exp()
+        ).abs()  # over [0, 2]: both halves count
+        low, high = (width, high) if smooth.sum() > width else (low, width)
+    return gap.new_tensor(high)
 
 
 def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
@@ -210,8 +232,7 @@ def debiased_squared_ece(
     """() Squared calibration error without the bias of finite samples (Kumar, Liang, Ma, 2019); may be negative.
 
     Σ_k n_k/n [(accuracy_k − confidence_k)² − accuracy_k (1 − accuracy_k)/(n_k − 1)]. The subtracted term is the unbiased
-    estimate of the sampling variance of accuracy_k; without it a perfectly calibrated model has a positive error on finite
-    data. A bin with one example has no variance estimate and contributes nothing.
+    estimate of the sampling variance of accuracy_k; a bin with one example has none and contributes nothing.
     """
     count, confidence, accuracy, _ = reliability_bins(probabilities, y, bins=bins, ignore_index=ignore_index)
     several = count > 1

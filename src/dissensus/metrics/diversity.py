@@ -35,10 +35,7 @@ class EnsembleGain(NamedTuple):
 def ensemble_gain(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> EnsembleGain:
     """Splits the mixture's NLL into the members' mean NLL and the gain by mixing: an EnsembleGain of scalars, in nats.
 
-    Args:
-        members: (M, N, C, …) log-probabilities.
-        y: class indices (N, …).
-        ignore_index: label of void places, which are left out; None counts all places.
+    Of log-probabilities `members` (M, N, C, …) and class indices y (N, …), without places where y is `ignore_index`.
     """
     rows, labels = labelled_rows(members, y, ignore_index, class_axis=2, log=True)
     index = nonempty_values(labels).expand(len(rows), -1).unsqueeze(2)
@@ -60,11 +57,7 @@ def ensemble_gain_of(log_likelihood: Tensor) -> EnsembleGain:
 
 
 def disagreement(members: Tensor) -> Tensor:
-    """() share of pairs of members, over all examples, whose most probable classes differ; 0 for a single member.
-
-    Args:
-        members: (M, N, C, …) log-probabilities.
-    """
+    """() share of pairs of members (M, N, C, …), over all examples, whose most probable classes differ; 0 for a single one."""
     votes = distributions(members, class_axis=2, log=True).argmax(2)  # (M, n)
     m, classes = votes.shape[0], members.shape[2]
     count = torch.zeros(votes.shape[1], classes, dtype=torch.float64, device=votes.device)
@@ -86,13 +79,9 @@ def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = 
 
         M_eff = (1/M) Σₘ ‖eₘ‖² / ‖(1/M) Σₘ eₘ‖² = M / (1 + (M − 1) ρ̄),    ρ̄ = mean_{m≠n} ⟨eₘ, eₙ⟩ / mean_m ‖eₘ‖².
 
-    This is the factor by which averaging reduces the variance that the label does not explain. Identical members give 1.
-    Members that are independent given the true class (untrained networks; voters with independent mistakes) have ρ̄ = 0
-    and give M. Centring within classes removes the part explained by the label, which even independent good members
-    share. All networks make mistakes on difficult or mislabelled examples, so trained networks stay below M. A negative ρ̄,
-    often only noise of a finite sample, counts as 0; members without any variation within classes give 1.
-
-    The form M / (1 + (M − 1) ρ) for correlated errors is Tumer and Ghosh's (1996).
+    This is the factor by which averaging reduces the variance that the label does not explain (Tumer and Ghosh, 1996).
+    Identical members, or members without any variation within classes, give 1; members that are independent given the true
+    class give M. Trained networks stay below M: all make mistakes on difficult examples. A negative ρ̄ counts as 0.
     """
     rows, labels = labelled_rows(members, y, ignore_index, class_axis=2, log=True)
     classes, group, count = torch.unique(nonempty_values(labels), return_inverse=True, return_counts=True)
@@ -104,8 +93,7 @@ def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = 
 def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
     """() `effective_members` for regression, between 1 and M, from means (M, N, D) or (M, N) and targets (N, D) or (N,).
 
-    eₘ is the residual of member m's means after least squares on (1, y). The formula is the same, because centring within
-    classes is least squares on one-hot labels.
+    eₘ is the residual of member m's means after least squares on (1, y), as centring is least squares on one-hot labels.
     """
     check_no_nan(means, "means")
     targets = targets_of(means, y)

@@ -1,14 +1,11 @@
 """Metrics of a ranking by scores: out-of-distribution detection, and selective prediction.
 
-OOD scores are higher for more OOD inputs. They are computed from log-probabilities. If the largest probability rounds to 1,
-−log max p is computed from the other classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident
-inputs do not tie. Use them rather than probabilities: a float32 softmax saturates at 1, which makes ties.
+OOD is the positive class, with higher scores; ties are handled exactly. Scores come from log-probabilities: a float32 softmax
+saturates at 1, which makes ties. If the largest probability rounds to 1, −log max p is computed from the other classes as
+−log(1 − Σ_{c ≠ max} p_c), accurate down to 1e-300.
 
-OOD is the positive class. Thresholds are distinct scores, so ties are handled exactly.
-
-Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any
-per-example loss, for example 0/1 errors. Each example counts with the mean loss of all examples of equal confidence, which is
-the expectation over random orders, so the result does not depend on the order of the examples.
+Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any number
+per example, such as 0/1 errors. Examples of equal confidence count with their mean loss, the expectation over random orders.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from dissensus.metrics.metric_inputs import (
     same_shape,
     score_pair,
 )
+from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, number, one_of
 
 
@@ -255,6 +253,26 @@ def excess_aurc(confidence: Tensor, loss: Tensor) -> Tensor:
     The perfect AURC is computed on the data, not from the large-N formula r + (1 − r) log(1 − r) for 0/1 losses.
     """
     return aurc(confidence, loss) - aurc(-loss.double(), loss)
+
+
+def augrc(confidence: Tensor, loss: Tensor) -> Tensor:
+    """() area under the generalised risk-coverage curve (Traub et al., 2024): of coverage · risk, by the trapezoidal rule.
+
+    For errors 0/1 of mean e it is e (1 − e) (1 − AUROC) + e²/2, AUROC that of telling right from wrong answers.
+    """
+    silent_failures = torch.mul(*risk_coverage(confidence, loss))  # (N,) losses of the k most confident examples / N
+    return (silent_failures.sum() - silent_failures[-1] / 2) / len(silent_failures)
+
+
+def coverage_at_risk(confidence: Tensor, loss: Tensor, *, risk: float) -> Tensor:
+    """() the largest share of examples that a threshold of confidence answers with a mean loss of at most `risk`; 0 if none.
+
+    Measured on these examples, not guaranteed for others, as `ds.selective` does it.
+    """
+    coverage, risks = risk_coverage(confidence, loss)
+    ends = torch.unique(-tensor_of(confidence).flatten(), return_counts=True)[1].cumsum(0) - 1  # ties: all or none
+    met = risks[ends] <= number("risk", risk, least=0, hint="pass for example 0.05") + 1e-12
+    return (coverage[ends] * met).amax()
 
 
 Rule = Literal["at_least", "nearest"]

@@ -136,11 +136,7 @@ def unstandardise(mean: Tensor, variance: Tensor, *, location: Tensor, scale: Te
 
     Args:
         mean, variance: predictions (N, D) or (N,) for standardised targets.
-        location: (D,) numbers subtracted from the targets, or () for targets (N,).
-        scale: numbers by which they were divided, of the same shape.
-
-    Returns:
-        `Unstandardised`: mean, variance and the shift of the NLL, Σ_d log scale_d.
+        location, scale: (D,) numbers subtracted from the targets, and by which they were divided; () for targets (N,).
     """
     if (scale <= 0).any():
         raise ValueError(f"expected scales above zero, got {scale.min().item():.6g}; pass standard deviations")

@@ -190,9 +190,8 @@ class RiskHistogram(NamedTuple):
 def _aupr(counts: RankedCounts) -> Bounded:
     """Bounded average precision: the precision of every positive in bin k lies between those of two orders of the bin.
 
-    At best it counts with all m_k positives of the bin and none of its negatives. At worst the bin's negatives come first
-    and then its positives one by one: Σ_j g(T + j), g(t) = t/(t + F), with the counts T and F up to there. g is concave,
-    so the sum is at least m_k (g(T + 1) + g(T + m_k))/2.
+    At best its m_k positives come before its negatives; at worst after them, one by one: Σ_j g(T + j), g(t) = t/(t + F), with
+    the counts T and F up to there. g is concave, so the sum is at least m_k (g(T + 1) + g(T + m_k))/2.
     """
     negative, positive = counts.in_counts.double(), counts.ood_counts.double()
     true, false = positive.cumsum(0), negative.cumsum(0)

@@ -1,9 +1,8 @@
 """torchmetrics classes built on the plain functions; their states are sums, so they synchronise over processes.
 
-`update` takes the arguments of the plain function of the same name, one batch at a time; `compute` equals the plain
-function of all batches together. All classes of class predictions take probabilities, NLL too. AUROC, AUPR and FPR95 are
-binned (`streaming.ScoreHistogram`). This file is imported on first use of a class: torchmetrics takes seconds to import, and
-is an extra (pip install 'dissensus[torchmetrics]').
+`update` takes a batch of the arguments of the plain function of the same name, probabilities also for NLL; `compute` equals the
+plain function of all batches. AUROC, AUPR and FPR95 are binned (`streaming.ScoreHistogram`). This file is imported on first use
+of a class: torchmetrics is an extra, and takes seconds to import.
 """
 
 import inspect

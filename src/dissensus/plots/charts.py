@@ -307,11 +307,12 @@ def _thin_curve(x: Array, y: Array, *, points: int = 300) -> tuple[Any, Any]:
 def notebook_figure(figure: Figure) -> Figure:
     """The figure on white, with a PNG representation: without pyplot a notebook would show only its name."""
     figure.set_facecolor("white")
-    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
+    figure._repr_png_ = partial(png_bytes, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def _png(figure: Figure) -> bytes:
+def png_bytes(figure: Figure) -> bytes:
+    """The figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -21,24 +21,29 @@ LEVEL = 0.9
 MEMBERS = 10  # drawn as lines
 
 
-def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, classes: Sequence[str]) -> Any:
+def predictive_figure(predictive: Any, x: Any, seen: Any, classes: Sequence[str]) -> Any:
     """The figure for the shape of the inputs: see `Predictive.plot`."""
     mean, classed = _array(predictive.mean), hasattr(predictive, "log_mean")
     inputs = None if x is None else _array(tensor_of(x))
-    if inputs is not None and len(inputs) != len(mean):
-        raise ValueError(f"expected the {len(mean)} inputs of the prediction, got {len(inputs)}; pass the same x")
+    if not isinstance(seen, tuple | None):  # targets alone are those of x
+        seen = (torch.arange(len(mean)) if x is None else x, seen)
+    dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
+    pictures = classed and (mean.ndim > 2 or (inputs is not None and inputs.ndim == 4))
+    truth = None if dots is None or not pictures else dots[1].argmax(1) if dots[1].ndim == 2 else dots[1]
+    for name, values in (("inputs", inputs), ("targets", truth)):
+        if values is not None and len(values) != len(mean):
+            raise ValueError(f"expected the {len(mean)} {name} of the prediction, got {len(values)}; pass the same x")
     if classed and mean.ndim > 2:
-        truth = None if seen is None else _array(tensor_of(seen[1]))
         spread = _array(predictive.epistemic)
         return segmentation_figure(inputs, mean, spread, classes=classes, truth=truth)
-    dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
         total = _array(predictive.total).reshape(len(mean), -1).sum(1)
         nats = classed or predictive.kind == "multilabel"
         label = "entropy (nats)" if nats else "standard deviation"
         return plane_figure(inputs, total if nats else total**0.5, label=label, seen=dots)
-    if classed and inputs is not None and inputs.ndim == 4:
-        return class_figure(inputs, mean, _array(predictive.epistemic), classes=classes)
+    if pictures and inputs is not None:
+        parts = mean.argmax(1), mean.max(1), _array(predictive.total), _array(predictive.epistemic)
+        return image_grid(captioned_rows(inputs[:MOST], classes, *parts, truth))
     flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)
     if classed or predictive.kind == "multilabel" or flat.reshape(len(mean), -1).shape[1] != 1:
         shape = None if inputs is None else inputs.shape
@@ -60,6 +65,7 @@ KINDS = {
     "risk": ("risk_coverage/risk", "evaluate whole inputs, not pixels"),
     "ood": ("ood/", "pass ood={name: loader} to ds.evaluate"),
     "corruptions": ("corrupt/by_severity/", "pass corrupt=... to ds.evaluate"),
+    "gallery": ("examples/least/", "evaluate a classification of images (B, 1 or 3, H, W)"),
 }
 OVER_SEVERITIES = {"accuracy": ("Accuracy", True), "nll": ("NLL (nats)", False), "ece": ("ECE", True)}
 
@@ -82,6 +88,8 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
         curve = (arrays["risk_coverage/coverage"], arrays["risk_coverage/risk"])
         risk = "errors among answered" if classes else "mean squared error"
         return charts.risk_coverage_figure({"risk": curve}, risk=risk, percent=classes, palette={"risk": colour})
+    if kind == "gallery":
+        return gallery_figure(arrays, evaluation.notes.get("classes", "").splitlines())
     if kind == "ood":
         found = ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
         title = f"AUROC: {found}"
@@ -153,7 +161,7 @@ def segmentation_figure(
         confidence = segmentation_maps.heat_image(each.max(0), largest=1.0, colours=segmentation_maps.CONFIDENCE)
         apart = segmentation_maps.heat_image(epistemic[i], largest=largest, colours=segmentation_maps.EPISTEMIC)
         row += [("prediction", segmentation_maps.class_image(each.argmax(0), count))]
-        row += [("confidence, 0 (dark) to 1", confidence), (f"mutual information, to {largest:.2g} nats", apart)]
+        row += [("confidence, 0 % (dark) to 100 %", confidence), (f"mutual information, to {largest:.2g} nats", apart)]
         rows.append(row)
     figure = image_grid(rows)
     marks = [] if truth is None else segmentation_maps.special_labels(truth[:MOST], count)
@@ -161,18 +169,33 @@ def segmentation_figure(
     return figure
 
 
-def class_figure(images: Array, probabilities: Array, epistemic: Array, *, classes: Sequence[str]) -> Figure:
-    """Draws images (B, C, H, W) with their predicted class, the confidence and the mutual information in nats."""
-    said = []
-    for image, each, apart in zip(images[:MOST], probabilities, epistemic, strict=False):
-        best = int(each.argmax())
-        name = classes[best] if best < len(classes) else str(best)
-        said.append((f"{short_name(name, 14)} {100 * each[best]:.0f} %\n{apart:.2g} nats", displayable_image(image)))
-    return image_grid([said[i : i + 4] for i in range(0, len(said), 4)])
+def gallery_figure(arrays: Mapping[str, Array], classes: Sequence[str]) -> Figure:
+    """Draws the least certain images of an evaluation and its most certain mistakes, each with its truth."""
+    numbers = {"test/score/mutual_information": 0 * arrays["test/confidence"], **arrays}  # a single network has none
+    keys = ("prediction", "confidence", "score/entropy", "score/mutual_information", "target")
+    rows, names = list[Any](), list[str]()
+    for group, name in (("least", "least certain"), ("mistakes", "most certain mistakes")):
+        images, index = (_array(arrays[f"examples/{group}/{key}"]) for key in ("inputs", "index"))
+        rows += captioned_rows(images, classes, *(_array(numbers[f"test/{key}"])[index] for key in keys))
+        names += [name] * (len(rows) - len(names))
+    return image_grid(rows, names)
 
 
-def image_grid(rows: Sequence[Sequence[tuple[str, Any]]]) -> Figure:
-    """Draws images (H, W, 3) with their titles."""
+def captioned_rows(
+    images: Array, classes: Sequence[str], answer: Array, confidence: Array, total: Array, epistemic: Array, truth: Any
+) -> list[list[tuple[str, Any]]]:
+    """(caption, image) in rows of four: predicted and true class, confidence, entropy and mutual information in nats."""
+    names, shown = dict(enumerate(classes)), []
+    for i, image in enumerate(images):
+        lines = [f"{short_name(str(names.get(int(answer[i]), answer[i])), 24)}: {100 * confidence[i]:.0f} %"]
+        lines += [] if truth is None else [f"truth: {short_name(str(names.get(int(truth[i]), truth[i])), 24)}"]
+        lines += [f"epistemic {epistemic[i]:.2g} of {total[i]:.2g} nats"]
+        shown.append(("\n".join(lines), displayable_image(image)))
+    return [shown[i : i + 4] for i in range(0, len(shown), 4)]
+
+
+def image_grid(rows: Sequence[Sequence[tuple[str, Any]]], names: Sequence[str] = ()) -> Figure:
+    """Draws images (H, W, 3) with their titles; names: of the rows."""
     columns, (height, width) = max(map(len, rows)), rows[0][0][1].shape[:2]
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.4)), layout="constrained")
@@ -183,16 +206,19 @@ def image_grid(rows: Sequence[Sequence[tuple[str, Any]]]) -> Figure:
             for axes, (title, image) in zip(row, shown, strict=False):
                 axes.imshow(image, interpolation="none")
                 axes.set_title(title, fontsize=8, pad=2)
+        for row, name in zip(grid, names, strict=False):
+            row[0].text(-0.06, 0.5, name, transform=row[0].transAxes, rotation=90, ha="right", va="center")
     return figure
 
 
 def displayable_image(image: Array) -> Any:
-    """(H, W, 3) in [0, 1] from an image (C, H, W) in any units: values in [0, 1] are kept, others are rescaled."""
-    shown = np.asarray(image, float)
-    if shown.min() < 0 or shown.max() > 1:
+    """(H, W, 3) in [0, 1] from an image (C, H, W): bytes and values in [0, 1] are kept, others are rescaled."""
+    image = np.asarray(image)
+    shown = image / 255 if image.dtype == np.uint8 else image.astype(float)
+    if shown.min() < -1e-3 or shown.max() > 1 + 1e-3:
         shown = (shown - shown.min()) / (np.ptp(shown) or 1.0)
     shown = shown if len(shown) == 3 else shown[:1].repeat(3, 0)
-    return shown.transpose(1, 2, 0)
+    return shown.clip(0, 1).transpose(1, 2, 0)
 
 
 def training_figure(losses: Array, validation: Array, *, best: int | None) -> Figure:

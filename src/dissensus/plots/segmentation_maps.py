@@ -162,7 +162,7 @@ def _add_legends(figure: Figure, classes: Sequence[str], largest: float, marks: 
     width, height = figure.get_size_inches()
     base = 0.42 + 0.2 * (-(-(len(classes) + 2) // 6))
     for left, colours, top, label in (
-        (0.3, CONFIDENCE, 1.0, "confidence"),
+        (0.3, CONFIDENCE, 1.0, "confidence (probability)"),
         (width / 2 + 0.2, EPISTEMIC, largest, "mutual information (nats)"),
     ):
         bar = figure.add_axes((left / width, base / height, (width / 2 - 0.6) / width, 0.09 / height))

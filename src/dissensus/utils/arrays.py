@@ -74,10 +74,10 @@ def _describe_source(values: Any) -> str:
     return f"column '{names[0]}' of a {type(values).__name__}" if names else f"a {type(values).__name__}"
 
 
-def as_dataframe(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
-    """A pandas.DataFrame with a row for each mapping; `index`: the column used as index."""
+def as_dataframe(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], *, index: str | None = None) -> Any:
+    """A pandas.DataFrame with a row for each mapping, or of columns by name; `index`: the column used as index."""
     require_extra("tables")
     import pandas
 
-    found = pandas.DataFrame.from_records(list(rows))
+    found = pandas.DataFrame(rows)
     return found if index is None else found.set_index(index)

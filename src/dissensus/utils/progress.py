@@ -42,7 +42,8 @@ class Progress:
         self.lines = bool(show) and not bar
         self.done, self.steps = 0, 0  # epochs, steps of this one
         self.told = time.monotonic()  # when the last line was printed
-        self.rewrites = "ipykernel" in sys.modules  # a notebook can overwrite its line
+        self.rewrites = "ipykernel" in sys.modules  # a notebook can overwrite its line, and shows stderr in red
+        self.stream, self.width = sys.stdout if self.rewrites else sys.stderr, 0
         self.last = ""  # the last epoch's line, if it was not printed
         self.bar: Any = None
         self.task: Any = None
@@ -86,8 +87,9 @@ class Progress:
 
     def _print_line(self, text: str) -> None:
         line = f"{self.title}  {text}"
-        text, end = (f"\r{line:<79}", "") if self.rewrites else (line, "\n")
-        print(text, file=sys.stderr, flush=True, end=end)
+        text, end = (f"\r{line:<{self.width}}", "") if self.rewrites else (line, "\n")
+        self.width = max(self.width, len(line))  # of the longest line, to be overwritten
+        print(text, file=self.stream, flush=True, end=end)
         self.last, self.told = "", time.monotonic()
 
     def __exit__(self, *_: object) -> None:
@@ -96,8 +98,8 @@ class Progress:
         elif self.lines:
             if self.last:  # stopped before the last epoch
                 self._print_line(self.last)
-            if self.rewrites:
-                print(file=sys.stderr)
+            if self.rewrites and self.width:
+                print(file=self.stream)
 
 
 class LoaderProgress(Progress):

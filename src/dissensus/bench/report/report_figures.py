@@ -24,6 +24,7 @@ from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.evaluation.loader_predictions import GROUPS
 from dissensus.plots import charts
 from dissensus.plots.charts import INK, Curve, Palette, Panel, curve_figure, marker_style, short_name
+from dissensus.plots.prediction_figures import displayable_image
 from dissensus.storage.atomic_files import write_bytes, write_text
 
 
@@ -313,9 +314,7 @@ def _percent_text(confidence: float) -> str:
 
 def write_png(figure: Figure, path: Path) -> None:
     """Writes the figure as PNG on white, for pages that cannot show SVG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, facecolor="white")
-    write_bytes(path, buffer.getvalue())
+    write_bytes(path, charts.png_bytes(charts.notebook_figure(figure)))
 
 
 def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, str]) -> list[Path]:
@@ -344,15 +343,8 @@ def svg(figure: Figure, prefix: str) -> str:
 
 def image_data_uri(image: Tensor) -> str:
     """An image (C, H, W) as a PNG data URI: uint8, in [0, 1], or rescaled to [0, 1]."""
-    pixels: Any = image.double().numpy()
-    if image.dtype.is_floating_point and (pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3):
-        pixels = (pixels - pixels.min()) / max(float(np.ptp(pixels)), 1e-12)
-    elif not image.dtype.is_floating_point:
-        pixels = pixels / 255
-    pixels = np.clip(pixels, 0, 1).transpose(1, 2, 0)
-    pixels = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
     buffer = io.BytesIO()
-    imsave(buffer, pixels, format="png")
+    imsave(buffer, displayable_image(image), format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

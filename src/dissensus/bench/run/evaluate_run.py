@@ -32,7 +32,7 @@ from dissensus.evaluation.evaluate import (
     precision_note,
 )
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.evaluation.guarantees import guarantee_details, guarantee_metrics, guarantee_outcomes
+from dissensus.evaluation.guarantees import ANSWERS, guarantee_details, guarantee_metrics, guarantee_outcomes
 from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.evaluation.robustness_curves import CorruptedCounts, implicit_changes
 from dissensus.methods.embedded_ensembles import collapse_note
@@ -157,6 +157,7 @@ def with_guarantees(
     seen = _recalibrate(rows.predictive, posterior.current_correction(), own)
     promises = dict(posterior.promises.items())
     found = guarantee_outcomes(promises, seen, torch.Generator().manual_seed(0), y=rows.targets)
+    found = {key: value for key, value in found.items() if not key.endswith(ANSWERS)}
     if targets is not None:
         # A mean over several outputs has no common unit.
         scale = float(targets.std) if targets.std.numel() == 1 else math.nan
