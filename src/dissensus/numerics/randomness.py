@@ -19,7 +19,7 @@ _thread = _Thread()
 
 
 def next_seed() -> int:
-    """A seed from torch's generator on the host; inside `without_advancing` the next seed, without advancing the generator."""
+    """A seed from torch's generator on the host; after `look_ahead(True)` the next seed, without advancing the generator."""
     source = None
     if _thread.looks_ahead:
         source = torch.Generator()
@@ -38,14 +38,10 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-class without_advancing:  # not a generator, which takes three times as long
-    """Inside, this thread's draws do not advance torch's generator."""
-
-    def __enter__(self) -> None:
-        self.before, _thread.looks_ahead = _thread.looks_ahead, True
-
-    def __exit__(self, *_: object) -> None:
-        _thread.looks_ahead = self.before
+def look_ahead(on: bool) -> bool:
+    """Whether this thread's seeds were looked at ahead until now; from now on, with `on`, none advances torch's generator."""
+    before, _thread.looks_ahead = _thread.looks_ahead, on
+    return before
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -53,8 +49,14 @@ def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    """Puts torch's generators into these states, where they have others."""
+def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool = True) -> None:
+    """Puts torch's generators into these states, where they have others.
+
+    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
+    state is not restored, because these threads would get the same numbers twice.
+    """
+    if not mine and threading.active_count() > 1:
+        return
     host, there = states
     if not torch.equal(torch.default_generator.get_state(), host):
         torch.default_generator.set_state(host)
@@ -63,11 +65,7 @@ def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.devic
 
 
 class preserve_random_state:  # not a generator, which takes three times as long
-    """Restores the states of torch's generators, the host's and the device's, afterwards, where they have changed.
-
-    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
-    state is not restored, because these threads would get the same numbers twice.
-    """
+    """Restores the states of torch's generators, the host's and the device's, afterwards, as `restore_generators` does."""
 
     def __init__(self, device: torch.device, *, mine: Callable[[], bool] | None = None) -> None:
         self.device, self.mine = device, mine
@@ -76,8 +74,7 @@ class preserve_random_state:  # not a generator, which takes three times as long
         self.before = generator_states(self.device)
 
     def __exit__(self, *_: object) -> None:
-        if self.mine is None or self.mine() or threading.active_count() == 1:
-            restore_generators(self.before, self.device)
+        restore_generators(self.before, self.device, mine=self.mine is None or self.mine())
 
 
 def save_random_state() -> Callable[[], None]:
