@@ -97,7 +97,11 @@ def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_
         return out, {"b": row.buffers["b"] * 2, "none": ()}, Pair(out.sum(), [out.exp()])
 
     with torch.set_grad_enabled(gradients):
-        found, expected, looped = run_by_vmap(one, rows, 3), torch.func.vmap(one)(rows), loop(one, rows, 3)
+        found, expected, looped = (
+            run_by_vmap(one, rows, 3),
+            torch.func.vmap(one)(rows),
+            loop(one, map(rows.member_row, range(3))),
+        )
     assert isinstance(found[2], Pair)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(looped, expected, rtol=1e-14, atol=1e-14)

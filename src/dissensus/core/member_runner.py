@@ -9,8 +9,9 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -20,9 +21,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.tensor_tree import Tensors, all_submodules
+from dissensus.utils.tensor_tree import Cache, Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
-from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
+from dissensus.utils.torch_private import TorchStateGuard, is_traced, run_in_vmap, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -30,6 +31,7 @@ How = Literal["loop", "vectorised"]
 # (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
 MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
 NOTHING: AbstractContextManager[None] = nullcontext()
+_shape = attrgetter("shape")
 ONE_LANE: MemberLanes = (lambda index: NOTHING, lambda: None)
 
 
@@ -45,12 +47,28 @@ class Rows(NamedTuple):
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
 
-def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
+class RowCache(Cache):
+    """Each member's row. In predictions they are cut once, as views: to cut hundreds of tensors takes as long as some layers."""
+
+    known: tuple[list[Any], list[Rows]] | None = None
+
+    def __call__(self, rows: Rows, count: int) -> Iterable[Rows]:
+        if rows.varying or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_traced():
+            return map(rows.member_row, range(count))
+        stacks = [*rows.own.values(), *rows.buffers.values()]
+        # `parameter.data = ...` gives a stack other memory, but not another name.
+        where = [*map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks), *map(_shape, stacks)]
+        if self.known is None or self.known[0] != where:
+            self.known = where, [rows.member_row(i) for i in range(count)]
+        return self.known[1]
+
+
+def loop(one: Callable[[Rows], Any], rows: Iterable[Rows], lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i in range(count):
+    for i, row in enumerate(rows):
         with lane(i):
-            results.append(one(rows.member_row(i)))
+            results.append(one(row))
     join()
     return stack_trees(results)
 
@@ -149,6 +167,7 @@ class Runner:
         self.linear = StackedLinear(template, own=own)
         self.small_products = has_small_products(template)
         self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
+        self.cut = RowCache()
         self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
 
     def run_context(self) -> AbstractContextManager[object]:
@@ -176,13 +195,15 @@ class Runner:
         """one(row) for each of `count` rows, stacked, by vmap, or by a loop if vmap fails."""
         if (how or self.how) == "loop" or count == 1:
             owner, lanes = self.lanes or (None, ONE_LANE)
-            return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
+            return loop(one, self.cut(rows, count), lanes if owner == threading.get_ident() else ONE_LANE)
 
         def run_vectorised() -> Any:
             with self.vmap_context(device):
                 return run_by_vmap(one, rows, count)
 
-        return FallbackChain(self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, rows, count))()
+        return FallbackChain(
+            self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, self.cut(rows, count))
+        )()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
         """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""

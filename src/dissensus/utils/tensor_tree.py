@@ -117,7 +117,14 @@ def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Mo
     return list(found)
 
 
-class SubmoduleCache:
+class Cache:
+    """Base class of what is found once and found again where it could have changed: neither copied nor saved."""
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+class SubmoduleCache(Cache):
     """`all_submodules`, found again only where one of them has other submodules than before: to see that takes a tenth."""
 
     # Do not keep it where one of the modules is its owner, which would then be deleted late.
@@ -126,9 +133,6 @@ class SubmoduleCache:
         self.inner: list[dict[str, nn.Module | None]] = []  # the children of those that have some
         self.leaves: list[dict[str, nn.Module | None]] = []  # and of the others
         self.known: tuple[list[nn.Module | None], list[nn.Module]] | None = None
-
-    def __reduce__(self) -> tuple[type["SubmoduleCache"], tuple[()]]:
-        return SubmoduleCache, ()  # neither copied nor saved
 
     def __call__(self, *modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
         """The modules may be None, but not change with `trees`."""
