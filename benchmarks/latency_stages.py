@@ -26,13 +26,16 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
 from dissensus.engine.training_step import Guard
+from dissensus.numerics import randomness
 from dissensus.utils import tensor_tree
+from dissensus.utils.torch_modes import eval_mode
 
 Owner = tuple[Any, str]  # what has the function, and its name there
 PREDICTION: dict[str, Sequence[Owner]] = {
-    "locks, modes, random state": (
-        (posterior.inference_context, "__enter__"),
-        (posterior.inference_context, "__exit__"),
+    "modes, random state": (
+        (eval_mode, "__enter__"),
+        (eval_mode, "__exit__"),
+        (randomness, "preserve_random_state"),
     ),
     "checks of inputs": ((batches, "check_finite"), (batches, "move_to_device"), (Posterior, "check_inputs")),
     "a look for NaN": ((posterior, "has_diverged"),),

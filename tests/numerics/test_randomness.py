@@ -11,7 +11,6 @@ from dissensus.methods.parts.repulsion import normal_from_step
 from dissensus.numerics.hashing import WEYL, as_signed, mix_bits, shift_right
 from dissensus.numerics.randomness import (
     RandomnessDetector,
-    look_ahead,
     next_seed,
     own_generator,
     preserve_random_state,
@@ -45,9 +44,8 @@ def test_what_another_thread_drew_stays_drawn(monkeypatch):
 
 def test_a_seed_looked_at_ahead_is_the_one_that_comes_next():
     torch.manual_seed(0)
-    assert not look_ahead(True)
-    ahead = [next_seed(), next_seed()]
-    assert look_ahead(False)
+    with preserve_random_state(CPU, ahead=True):
+        ahead = [next_seed(), next_seed()]
     assert ahead == [next_seed()] * 2
     assert next_seed() != ahead[0]
 

@@ -208,17 +208,15 @@ class UnchangedInputs:  # not a generator, which takes three times as long
     """Raises at exit if x was modified in place: the next member would get other inputs."""
 
     def __init__(self, x: Inputs) -> None:
-        found = (x,) if isinstance(x, Tensor) else input_tensors(x)
-        self.given = [
-            (each, None if each.is_inference() else each._version) for each in found
-        ]  # these count no versions
+        # inference tensors count no versions
+        self.given = [(each, each._version) for each in input_tensors(x) if not each.is_inference()]
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         for tensor, version in self.given:
-            if kind is None and version is not None and tensor._version != version:
+            if kind is None and tensor._version != version:
                 raise ValueError(
                     "expected a network that does not change its inputs, got one that changes them in place; write "
                     "x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -21,9 +20,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.tensor_tree import Cache, Tensors, all_submodules
+from dissensus.utils.tensor_tree import RowCache, Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
-from dissensus.utils.torch_private import TorchStateGuard, is_traced, run_in_vmap, without_onednn
+from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -31,7 +30,6 @@ How = Literal["loop", "vectorised"]
 # (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
 MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
 NOTHING: AbstractContextManager[None] = nullcontext()
-_shape = attrgetter("shape")
 ONE_LANE: MemberLanes = (lambda index: NOTHING, lambda: None)
 
 
@@ -45,22 +43,6 @@ class Rows(NamedTuple):
     def member_row(self, index: int) -> "Rows":
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
-
-
-class RowCache(Cache):
-    """Each member's row. In predictions they are cut once, as views: to cut hundreds of tensors takes as long as some layers."""
-
-    known: tuple[list[Any], list[Rows]] | None = None
-
-    def __call__(self, rows: Rows, count: int) -> Iterable[Rows]:
-        if rows.varying or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_traced():
-            return map(rows.member_row, range(count))
-        stacks = [*rows.own.values(), *rows.buffers.values()]
-        # `parameter.data = ...` gives a stack other memory, but not another name.
-        where = [*map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks), *map(_shape, stacks)]
-        if self.known is None or self.known[0] != where:
-            self.known = where, [rows.member_row(i) for i in range(count)]
-        return self.known[1]
 
 
 def loop(one: Callable[[Rows], Any], rows: Iterable[Rows], lanes: MemberLanes = ONE_LANE) -> Any:

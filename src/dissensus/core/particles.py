@@ -395,10 +395,8 @@ def single_member(particles: Particles, index: int) -> Particles:
     return Particles(particles.copy_template(index), own=TensorTree(), shared=alone, members=1)
 
 
-class SingleMemberCache(Cache):
+class SingleMemberCache(Cache):  # to copy a small network takes longer than to run it
     """One network's particles with a separate template, as `single_member` makes them, kept until it could have changed."""
-
-    # To copy a small network takes longer than to run it.
 
     def __init__(self) -> None:
         self.known: tuple[list[Any], Particles] | None = None

@@ -30,7 +30,7 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive, as_column
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
-from dissensus.numerics.randomness import RandomnessDetector, generator_states, look_ahead, restore_generators
+from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
@@ -326,35 +326,15 @@ def expect_posterior(given: object) -> Posterior:
     return given
 
 
-class inference_context:
+@contextmanager
+def inference_context(posterior: Posterior) -> Iterator[None]:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
-
-    # Not five contexts in a generator: for one input, to enter and leave those takes half as long as a small network.
-
-    def __init__(self, posterior: Posterior) -> None:
-        self.posterior = expect_posterior(posterior)
-
-    def __enter__(self) -> None:
-        posterior, templates = self.posterior, self.posterior.particles.templates
-        self.lock = posterior.particles.lock_network()
-        self.lock.__enter__()
-        self.before = generator_states(posterior.device), look_ahead(True), torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        parts = posterior.known_parts(*posterior._modules.values(), *templates, trees=False)
-        self.modes = eval_mode(posterior, *templates, parts=[posterior, *parts])
-        try:
-            self.modes.__enter__()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        states, ahead, graph = self.before
-        self.modes.__exit__()
-        torch.set_grad_enabled(graph)
-        look_ahead(ahead)
-        restore_generators(states, self.posterior.device, mine=self.posterior.network_is_random)
-        self.lock.__exit__(None, None, None)
+    particles = expect_posterior(posterior).particles
+    random = preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random, ahead=True)
+    with particles.lock_network(), random, torch.set_grad_enabled(False):
+        parts = posterior.known_parts(*posterior._modules.values(), *particles.templates, trees=False)
+        with eval_mode(posterior, *particles.templates, parts=[posterior, *parts]):
+            yield
 
 
 def has_converted_layers(posterior: Posterior) -> bool:

@@ -19,7 +19,7 @@ _thread = _Thread()
 
 
 def next_seed() -> int:
-    """A seed from torch's generator on the host; after `look_ahead(True)` the next seed, without advancing the generator."""
+    """A seed from torch's generator on the host; looking `ahead`, the next one, without advancing it."""
     source = None
     if _thread.looks_ahead:
         source = torch.Generator()
@@ -38,25 +38,13 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-def look_ahead(on: bool) -> bool:
-    """Whether this thread's seeds were looked at ahead until now; from now on, with `on`, none advances torch's generator."""
-    before, _thread.looks_ahead = _thread.looks_ahead, on
-    return before
-
-
 def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The states of torch's generators, the host's and the device's."""
     return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool = True) -> None:
-    """Puts torch's generators into these states, where they have others.
-
-    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
-    state is not restored, because these threads would get the same numbers twice.
-    """
-    if not mine and threading.active_count() > 1:
-        return
+def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    """Puts torch's generators into these states, where they have others."""
     host, there = states
     if not torch.equal(torch.default_generator.get_state(), host):
         torch.default_generator.set_state(host)
@@ -65,16 +53,24 @@ def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.devic
 
 
 class preserve_random_state:  # not a generator, which takes three times as long
-    """Restores the states of torch's generators, the host's and the device's, afterwards, as `restore_generators` does."""
+    """Restores the states of torch's generators, the host's and the device's, afterwards, where they have changed.
 
-    def __init__(self, device: torch.device, *, mine: Callable[[], bool] | None = None) -> None:
-        self.device, self.mine = device, mine
+    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
+    state is not restored, because these threads would get the same numbers twice. `ahead`: whether seeds that this thread
+    draws by `next_seed` do not advance them.
+    """
+
+    def __init__(self, device: torch.device, *, mine: Callable[[], bool] | None = None, ahead: bool = False) -> None:
+        self.device, self.mine, self.ahead = device, mine, ahead
 
     def __enter__(self) -> None:
-        self.before = generator_states(self.device)
+        self.before, self.looked_ahead = generator_states(self.device), _thread.looks_ahead
+        _thread.looks_ahead = self.looked_ahead or self.ahead
 
     def __exit__(self, *_: object) -> None:
-        restore_generators(self.before, self.device, mine=self.mine is None or self.mine())
+        _thread.looks_ahead = self.looked_ahead
+        if self.mine is None or self.mine() or threading.active_count() == 1:
+            restore_generators(self.before, self.device)
 
 
 def save_random_state() -> Callable[[], None]:
