@@ -231,13 +231,13 @@ class ClassificationPredictive(CategoricalPredictive):
         return self._log_probs
 
     @cached_property
-    def aleatoric(self) -> Tensor:  # type: ignore[override]
+    def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
         entropies = entropy_terms(self._log_probs.exp()).sum(self.member_axis)  # (M, B, ...)
         return entropies.mean(0)
 
     @cached_property
-    def epistemic(self) -> Tensor:  # type: ignore[override]
+    def epistemic(self) -> Tensor:
         if self._log_probs.shape[0] == 1:
             return self.aleatoric * 0  # NaN where that is
         # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]; the KL form is less prone to negative values by rounding.
