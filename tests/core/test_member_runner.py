@@ -97,7 +97,11 @@ def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_
         return out, {"b": row.buffers["b"] * 2, "none": ()}, Pair(out.sum(), [out.exp()])
 
     with torch.set_grad_enabled(gradients):
-        found, expected, looped = run_by_vmap(one, rows, 3), torch.func.vmap(one)(rows), loop(one, rows, 3)
+        found, expected, looped = (
+            run_by_vmap(one, rows, 3),
+            torch.func.vmap(one)(rows),
+            loop(one, map(rows.member_row, range(3))),
+        )
     assert isinstance(found[2], Pair)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(looped, expected, rtol=1e-14, atol=1e-14)
@@ -383,3 +387,90 @@ def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> 
     assert [part.training for part in parts] == before
     posterior.eval()
     assert inside == [part.training for part in parts]
+
+
+def conv_net() -> nn.Module:
+    layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3)
+    return nn.Sequential(*layers).double()
+
+
+def scale_in_place(posterior: ds.Posterior) -> None:
+    with torch.no_grad():
+        for tensor in posterior.parameters():
+            tensor.mul_(1.5)
+
+
+def assign_data(posterior: ds.Posterior) -> None:
+    for tensor in posterior.parameters():
+        tensor.data = tensor.data * 0.5
+
+
+def assign_state(posterior: ds.Posterior) -> None:
+    state = {name: 2 * each if each.is_floating_point() else each for name, each in posterior.state_dict().items()}
+    posterior.load_state_dict(state | {"temperature": torch.ones(())}, assign=True)
+
+
+def replace_layer(posterior: ds.Posterior) -> None:
+    for template in posterior.particles.templates:
+        template.network[2] = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Dropout(0.9).train())
+
+
+def hook_layer(posterior: ds.Posterior) -> None:
+    for template in posterior.particles.templates:
+        template.network[1].register_forward_hook(lambda _, __, out: out + 1)
+
+
+CHANGES = {
+    "weights in place": scale_in_place,
+    "weights assigned": assign_data,
+    "state assigned": assign_state,
+    "a layer replaced": replace_layer,
+    "a hook": hook_layer,
+    "training mode": lambda posterior: posterior.train(),
+    "another precision": lambda posterior: posterior.float(),
+    "a temperature": lambda posterior: posterior.recalibrate(2.0, None),
+    "another setting of members": lambda posterior: setattr(posterior.particles, "how", "vectorised"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [ds.MAP, lambda net: ds.DeepEnsemble([net, conv_net()])], ids=["MAP", "DeepEnsemble"])
+def test_what_changes_between_two_predictions_counts_in_the_second(make, change) -> None:
+    """Modules, rows and kinds of inputs are remembered; a copy, which remembers nothing, predicts the same."""
+    torch.manual_seed(0)
+    posterior, x = make(conv_net()).eval(), torch.randn(1, 1, 4, 4, dtype=torch.float64)
+    before = posterior.predict(x).log_probs
+    CHANGES[change](posterior)
+    dtype = next(posterior.parameters()).dtype
+    forgetful, modes = copy.deepcopy(posterior), [part.training for part in posterior.modules()]
+    found = posterior.predict(x.to(dtype)).log_probs
+    torch.testing.assert_close(found, forgetful.predict(x.to(dtype)).log_probs, rtol=0, atol=1e-12)
+    same = change in ("training mode", "another precision", "another setting of members")
+    assert torch.allclose(found.double(), before, atol=1e-5) == same
+    assert [part.training for part in posterior.modules()] == modes
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.inference_mode, torch.enable_grad, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["inference_mode", "enable_grad", "no_grad", "autocast"],
+)
+def test_a_prediction_in_another_context_leaves_the_next_ones_as_they_were(context) -> None:
+    posterior = ds.DeepEnsemble([conv_net(), conv_net()]).float().eval()
+    x = torch.randn(2, 1, 4, 4)
+    with context():
+        inside = posterior.predict(x).log_probs
+    outside = posterior.predict(x).log_probs
+    torch.testing.assert_close(inside, outside, rtol=0, atol=5e-2 if "lambda" in context.__name__ else 1e-6)
+    assert not outside.is_inference()
+    posterior(x).sum().backward()  # and rows of predictions take no part in gradients
+    assert all(each.grad is not None for each in posterior.parameters())
+
+
+def test_rows_kept_for_predictions_do_not_keep_the_memory_of_tensors_that_were_replaced() -> None:
+    posterior = ds.DeepEnsemble([conv_net(), conv_net()]).eval()
+    posterior.predict(torch.randn(1, 1, 4, 4, dtype=torch.float64))
+    assert posterior.particles.runner.cut.known is not None
+    assert copy.deepcopy(posterior).particles.runner.cut.known is None
+    posterior.float()
+    assert posterior.particles.runner.cut.known is None

@@ -463,7 +463,9 @@ def test_a_held_network_is_the_callers_own():
 
 def test_the_loop_stacks_trees_of_tensors():
     rows = Rows({"w": torch.arange(3.0)}, {}, {"v": torch.arange(3.0) * 10})
-    found, (sums,) = loop(lambda row: ({"w": row.own["w"]}, (row.own["w"] + row.varying["v"],)), rows, 3)
+    found, (sums,) = loop(
+        lambda row: ({"w": row.own["w"]}, (row.own["w"] + row.varying["v"],)), map(rows.member_row, range(3))
+    )
     assert torch.equal(found["w"], torch.arange(3.0))
     assert torch.equal(sums, torch.arange(3.0) * 11)
 

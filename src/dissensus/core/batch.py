@@ -214,7 +214,7 @@ class UnchangedInputs:  # not a generator, which takes three times as long
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         for tensor, version in self.given:
             if kind is None and tensor._version != version:
                 raise ValueError(

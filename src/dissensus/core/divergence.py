@@ -60,8 +60,7 @@ def _maxima(tensors: list[Tensor]) -> Tensor:
 
 def has_diverged(described: Sequence[Tensor]) -> bool:
     """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
-    given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
-    return not all(tensor.max().item() < math.inf for tensor in given)
+    return any(t.is_floating_point() and t.numel() and not t.max().item() < math.inf for t in described)
 
 
 def member_maxima(described: Sequence[Tensor]) -> Tensor:

@@ -59,8 +59,8 @@ class DrawnFunctions(nn.Module, ABC):
 
     def predict(self, x: Inputs) -> Predictive:
         """The `Predictive` of the functions' mixture at inputs x (B, ...), not calibrated."""
-        with batches.UnchangedInputs(x):
-            described = self.describe(x)
+        inputs, described = batches.UnchangedInputs(x), self.describe(x)
+        inputs.__exit__()
         return self.likelihood.predictive(*described)
 
     def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:

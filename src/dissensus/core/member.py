@@ -221,6 +221,8 @@ class ForwardAttributes:
 
     def run_with_own_tensors(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(template, *args) with the template's own tensors, which are restored, too."""
+        if not self.modules_to_watch(template):  # nor do torch's layers assign other tensors
+            return function(template, *args)
         return self.run(template, lambda: run_keeping_tensors(self.found, function, template, *args))
 
     def run(self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any) -> Any:

@@ -9,7 +9,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.tensor_tree import Tensors, all_submodules
+from dissensus.utils.tensor_tree import RowCache, Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
 from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
 
@@ -45,12 +45,12 @@ class Rows(NamedTuple):
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
 
-def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
+def loop(one: Callable[[Rows], Any], rows: Iterable[Rows], lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i in range(count):
+    for i, row in enumerate(rows):
         with lane(i):
-            results.append(one(rows.member_row(i)))
+            results.append(one(row))
     join()
     return stack_trees(results)
 
@@ -149,6 +149,7 @@ class Runner:
         self.linear = StackedLinear(template, own=own)
         self.small_products = has_small_products(template)
         self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
+        self.cut = RowCache()
         self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
 
     def run_context(self) -> AbstractContextManager[object]:
@@ -176,13 +177,15 @@ class Runner:
         """one(row) for each of `count` rows, stacked, by vmap, or by a loop if vmap fails."""
         if (how or self.how) == "loop" or count == 1:
             owner, lanes = self.lanes or (None, ONE_LANE)
-            return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
+            return loop(one, self.cut(rows, count), lanes if owner == threading.get_ident() else ONE_LANE)
 
         def run_vectorised() -> Any:
             with self.vmap_context(device):
                 return run_by_vmap(one, rows, count)
 
-        return FallbackChain(self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, rows, count))()
+        return FallbackChain(
+            self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, self.cut(rows, count))
+        )()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
         """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""

@@ -48,6 +48,7 @@ from dissensus.utils.sharding import (
 )
 from dissensus.utils.shared_tensors import alias, is_one_tensor
 from dissensus.utils.tensor_tree import (
+    Cache,
     OwnTensors,
     TensorPlaces,
     Tensors,
@@ -226,6 +227,10 @@ class Particles(nn.Module):
         """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
         return {name: name in self._frozen for name in tensors_by_name(self.shared)}
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
+        self.runner.cut.known = None  # frees the memory of tensors that are replaced
+        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         warn_of_state(self)
         super()._save_to_state_dict(*args, **kwargs)
@@ -390,16 +395,11 @@ def single_member(particles: Particles, index: int) -> Particles:
     return Particles(particles.copy_template(index), own=TensorTree(), shared=alone, members=1)
 
 
-class SingleMemberCache:
+class SingleMemberCache(Cache):  # to copy a small network takes longer than to run it
     """One network's particles with a separate template, as `single_member` makes them, kept until it could have changed."""
-
-    # To copy a small network takes longer than to run it.
 
     def __init__(self) -> None:
         self.known: tuple[list[Any], Particles] | None = None
-
-    def __reduce__(self) -> tuple[type["SingleMemberCache"], tuple[()]]:
-        return SingleMemberCache, ()  # neither copied nor saved
 
     def __call__(self, particles: Particles) -> Particles:
         with particles.lock_network():

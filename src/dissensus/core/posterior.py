@@ -30,7 +30,7 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive, as_column
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
-from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
+from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
@@ -244,7 +244,7 @@ class Posterior(TrainableModule, ABC):
     @final
     def transform_inputs(self, x: Any) -> Inputs:
         """Inputs as the networks take them: arrays as tensors, raw inputs transformed by `inputs`, a mapping without labels."""
-        if isinstance(x, Mapping):
+        if not isinstance(x, Tensor) and isinstance(x, Mapping):
             x = batches.drop_labels(self.particles.template.network, x)
         return batches.convert_inputs(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
@@ -330,8 +330,8 @@ def expect_posterior(given: object) -> Posterior:
 def inference_context(posterior: Posterior) -> Iterator[None]:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
     particles = expect_posterior(posterior).particles
-    random = preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random)
-    with particles.lock_network(), random, without_advancing(), torch.no_grad():
+    random = preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random, ahead=True)
+    with particles.lock_network(), random, torch.set_grad_enabled(False):
         parts = posterior.known_parts(*posterior._modules.values(), *particles.templates, trees=False)
         with eval_mode(posterior, *particles.templates, parts=[posterior, *parts]):
             yield

@@ -225,8 +225,8 @@ class ClassificationPredictive(CategoricalPredictive):
     @cached_property
     def log_mean(self) -> Tensor:  # type: ignore[override]
         # log p̄ = log (1/M) Σ_m p_m
-        each = self._log_probs
-        return each.logsumexp(0) - math.log(len(each)) if len(each) > 1 else each[0]
+        each, count = self._log_probs, self._log_probs.shape[0]
+        return each.logsumexp(0) - math.log(count) if count > 1 else each[0]
 
     @property
     def member_means(self) -> Tensor:
@@ -236,14 +236,16 @@ class ClassificationPredictive(CategoricalPredictive):
     def log_probs(self) -> Tensor:
         return self._log_probs
 
-    @property
+    @cached_property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
         entropies = entropy_terms(self._log_probs.exp()).sum(self.member_axis)  # (M, B, ...)
         return entropies.mean(0)
 
-    @property
+    @cached_property
     def epistemic(self) -> Tensor:
+        if self._log_probs.shape[0] == 1:
+            return self.aleatoric * 0  # NaN where that is
         # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]; the KL form is less prone to negative values by rounding.
         ratio = torch.where(self._log_probs == -math.inf, 0.0, self._log_probs - self.log_mean)
         return (self._log_probs.exp() * ratio).sum(self.member_axis).mean(0).clamp(min=0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, join_families
-from dissensus.core.member_runner import has_attention, network_lock
+from dissensus.core.member_runner import ATTENTION, network_lock
 from dissensus.core.networks import MethodKeywords, Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
 from dissensus.kernels.layer_overrides import LayerOverrides
@@ -287,7 +287,9 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
         for name, rate in sites.items():
             hook(name, modules[name], rate)
         # The fast path of attention calls no submodule.
-        attention = plain_attention() if has_attention(network) else nullcontext()
+        attention = (
+            plain_attention() if any(isinstance(each, ATTENTION) for each in modules.values()) else nullcontext()
+        )
         with attention, functional_dropout(change_next) if modes else nullcontext():
             yield
     finally:

@@ -19,7 +19,7 @@ _thread = _Thread()
 
 
 def next_seed() -> int:
-    """A seed from torch's generator on the host; inside `without_advancing` the next seed, without advancing the generator."""
+    """A seed from torch's generator on the host; looking `ahead`, the next one, without advancing it."""
     source = None
     if _thread.looks_ahead:
         source = torch.Generator()
@@ -36,16 +36,6 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     """A generator for each chain, determined by the seed and the chain's number, not by the other chains."""
     states = [np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0] for number in numbers]
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
-
-
-class without_advancing:  # not a generator, which takes three times as long
-    """Inside, this thread's draws do not advance torch's generator."""
-
-    def __enter__(self) -> None:
-        self.before, _thread.looks_ahead = _thread.looks_ahead, True
-
-    def __exit__(self, *_: object) -> None:
-        _thread.looks_ahead = self.before
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -66,16 +56,19 @@ class preserve_random_state:  # not a generator, which takes three times as long
     """Restores the states of torch's generators, the host's and the device's, afterwards, where they have changed.
 
     `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
-    state is not restored, because these threads would get the same numbers twice.
+    state is not restored, because these threads would get the same numbers twice. `ahead`: whether seeds that this thread
+    draws by `next_seed` do not advance them.
     """
 
-    def __init__(self, device: torch.device, *, mine: Callable[[], bool] | None = None) -> None:
-        self.device, self.mine = device, mine
+    def __init__(self, device: torch.device, *, mine: Callable[[], bool] | None = None, ahead: bool = False) -> None:
+        self.device, self.mine, self.ahead = device, mine, ahead
 
     def __enter__(self) -> None:
-        self.before = generator_states(self.device)
+        self.before, self.looked_ahead = generator_states(self.device), _thread.looks_ahead
+        _thread.looks_ahead = self.looked_ahead or self.ahead
 
     def __exit__(self, *_: object) -> None:
+        _thread.looks_ahead = self.looked_ahead
         if self.mine is None or self.mine() or threading.active_count() == 1:
             restore_generators(self.before, self.device)
 

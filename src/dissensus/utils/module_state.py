@@ -20,6 +20,7 @@ from dissensus.utils.tensor_tree import TensorTree, all_submodules, derived_name
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
 OWN = vars(nn.Module()).keys()
+HOOKS = [name for name in OWN if name.endswith("_hooks")]
 # How names of attributes begin that `fully_shard`, Accelerate and Lightning add or change.
 WRAPPERS = ("__", "_fsdp", "_is_fsdp", "_is_accelerate", "_current_fx")
 Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
@@ -62,15 +63,14 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
     found: list[Any] = []
     for part in all_submodules(module):
         found += part, type(part), [*part._parameters], [*part._buffers]
-        for name, value in () if isinstance(part, TensorTree) else vars(part).items():
-            if name in OWN:
-                if name.endswith("_hooks") and value:
-                    return None
-            elif part._modules.get(name) is not value:
-                try:
-                    found += name, _copy_plain_value(value)
-                except TypeError:
-                    return None
+        held = {} if isinstance(part, TensorTree) else vars(part)
+        if any(map(held.get, HOOKS)):
+            return None
+        for name in [name for name in held if name not in OWN and part._modules.get(name) is not held[name]]:
+            try:
+                found += name, _copy_plain_value(held[name])
+            except TypeError:
+                return None
     return found
 
 

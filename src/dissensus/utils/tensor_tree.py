@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dissensus.utils.torch_private import is_traced
+
 Tensors = dict[str, Tensor]  # by name
 # Of many modules, `map` with these takes a tenth of what a loop takes.
-_children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "_buffers"))
+_parameters, _buffers, _shape = map(attrgetter, ("_parameters", "_buffers", "shape"))
 
 
 class TensorTree(nn.Module):
@@ -117,7 +119,14 @@ def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Mo
     return list(found)
 
 
-class SubmoduleCache:
+class Cache:
+    """Base class of what is found once and found again where it could have changed: neither copied nor saved."""
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+class SubmoduleCache(Cache):
     """`all_submodules`, found again only where one of them has other submodules than before: to see that takes a tenth."""
 
     # Do not keep it where one of the modules is its owner, which would then be deleted late.
@@ -127,9 +136,6 @@ class SubmoduleCache:
         self.leaves: list[dict[str, nn.Module | None]] = []  # and of the others
         self.known: tuple[list[nn.Module | None], list[nn.Module]] | None = None
 
-    def __reduce__(self) -> tuple[type["SubmoduleCache"], tuple[()]]:
-        return SubmoduleCache, ()  # neither copied nor saved
-
     def __call__(self, *modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
         """The modules may be None, but not change with `trees`."""
         now = [*modules, *chain.from_iterable(map(dict.values, self.inner))]
@@ -138,6 +144,23 @@ class SubmoduleCache:
             children = [part._modules for part in found if trees or not isinstance(part, TensorTree)]
             self.inner, self.leaves = [*filter(None, children)], [each for each in children if not each]
             self.known = [*modules, *chain.from_iterable(map(dict.values, self.inner))], found
+        return self.known[1]
+
+
+class RowCache(Cache):
+    """Each member's row of `Rows`. For predictions they are cut once, as views: to cut hundreds takes as long as layers."""
+
+    known: tuple[list[Any], list[Any]] | None = None
+
+    def __call__(self, rows: Any, count: int) -> Iterable[Any]:
+        stacks = [*rows.own.values(), *rows.buffers.values()]
+        plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_traced() or rows.varying)
+        if not plain or not {*map(type, stacks)} <= {Tensor, nn.Parameter}:  # a divided tensor has no memory here
+            return map(rows.member_row, range(count))
+        # `parameter.data = ...` gives a stack other memory, but not another name.
+        where = [*map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks), *map(_shape, stacks)]
+        if self.known is None or self.known[0] != where:
+            self.known = where, [rows.member_row(i) for i in range(count)]
         return self.known[1]
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from dissensus.utils.tensor_tree import all_submodules
+
+_mode = attrgetter("training")
 
 
 class eval_mode:  # not a generator, which takes three times as long
@@ -20,19 +23,34 @@ class eval_mode:  # not a generator, which takes three times as long
 
     def __enter__(self) -> None:
         self.parts = all_submodules(*self.modules, trees=False) if self.parts is None else self.parts
-        self.modes = [part.training for part in self.parts]
-        if any(self.modes):
-            try:
+        self.modes = [*map(_mode, self.parts)]
+        if not any(self.modes):
+            return
+        try:
+            if all(map(_has_plain_mode, self.parts)):
+                for part in self.parts:
+                    vars(part)["training"] = False  # `eval()` takes as long as a small network
+            else:
                 for module in self.modules:
                     module.eval()
-            except BaseException:
-                self.__exit__()
-                raise
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        for part, mode in zip(self.parts or (), self.modes, strict=True):
-            if part.training != mode:  # setting a mode costs much more than reading it
-                part.training = mode
+        if self.modes != [*map(_mode, self.parts or ())]:
+            for part, mode in zip(self.parts or (), self.modes, strict=True):
+                if "training" in vars(part):
+                    vars(part)["training"] = mode
+                else:
+                    part.training = mode
+
+
+def _has_plain_mode(part: nn.Module) -> bool:
+    """Whether eval mode is nothing but an attribute of the module: nobody but this library has overridden how it is set."""
+    kind, own = type(part), vars(part)
+    plain = kind.train is nn.Module.train or kind.train.__module__.startswith("dissensus.")
+    return plain and kind.eval is nn.Module.eval and "training" in own and "train" not in own and "eval" not in own
 
 
 @contextmanager

@@ -34,6 +34,11 @@ def in_function_transform() -> bool:
     return functorch.peek_interpreter_stack() is not None
 
 
+def is_traced() -> bool:
+    """Whether tensors made now may mean nothing later: in compilers, function transforms and dispatch modes."""
+    return torch.compiler.is_compiling() or in_function_transform() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def in_vmap() -> bool:
     """Whether one of the function transforms around this is a vmap."""
     return any(each.key() == functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ())
