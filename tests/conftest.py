@@ -32,7 +32,11 @@ def pytest_collection_finish() -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
-    for device in (torch.cuda, torch.xpu, torch.mtia):  # torch writes a stack trace for each, to seed it once it is there
+    for device in (
+        torch.cuda,
+        torch.xpu,
+        torch.mtia,
+    ):  # torch writes a stack trace for each, to seed it once it is there
         if not device.is_available():
             device.manual_seed_all = lambda seed: None
     # A module has eleven empty ones, for hooks, and `copy` takes each apart as pickle does.
