@@ -15,6 +15,7 @@ bench: $(VENV)/installed
 WORKERS = $(shell python3 -c "import os; print(1 + os.cpu_count())")
 
 test: $(VENV)/installed-test
+	$(BIN)/python -m compileall -q src tests  # once, and not by every worker
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --assert=plain || ($(BIN)/pytest --last-failed; exit 1)  # values in the second
 
 test-slow: $(VENV)/installed-test

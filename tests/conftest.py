@@ -1,35 +1,54 @@
 """Every test starts from the same random state, on one thread, and on the CPU unless it is marked `gpu`."""
 
+import copy
 import gc
 import logging
 import os
 import sys
+from collections import OrderedDict
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
-for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of processes that tests start
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of processes that tests start, too
     os.environ.setdefault(name, "1")
 os.environ.setdefault("DISSENSUS_COMMIT", "of the tests")  # instead of asking git, three times for every run
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import torch each, and leave threads behind
 
 
+def copy_ordered(ordered: OrderedDict, memo: dict) -> OrderedDict:
+    memo[id(ordered)] = made = OrderedDict()
+    made.update((copy.deepcopy(key, memo), copy.deepcopy(value, memo)) for key, value in ordered.items())
+    return made
+
+
 def pytest_collection_finish() -> None:
+    """Where tests run: the process that hands them out to others needs no torch."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.freeze()  # modules and tests stay to the end: no collection need look at them again
     gc.set_threshold(50_000, 20, 50)  # and what tests leave is little
     # Three times in each test, pytest adds its handlers to every logger that does not propagate; torch has fifty.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
+    for device in (
+        torch.cuda,
+        torch.xpu,
+        torch.mtia,
+    ):  # torch writes a stack trace for each, to seed it once it is there
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+    # A module has eleven empty ones, for hooks, and `copy` takes each apart as pickle does.
+    copy._deepcopy_dispatch[OrderedDict] = copy_ordered
 
 
 @pytest.fixture(autouse=True)
 def same_start(request, monkeypatch):
-    if "gpu" in request.keywords:
-        torch.manual_seed(0)
-    else:
-        torch.default_generator.manual_seed(0)  # the CPU's alone: torch writes a stack trace for each other device
+    import torch
+
+    torch.manual_seed(0)
+    if "gpu" not in request.keywords:
         # `fit` takes a GPU where there is one; what these tests compare with stays on the CPU.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

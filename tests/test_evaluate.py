@@ -120,7 +120,7 @@ def test_ood_scores_are_ranked_in_float64_and_by_the_score_asked_for():
     assert torch.allclose(energy.arrays["test/score/energy"], direct, atol=1e-6)
 
 
-def test_a_temperature_is_stated_with_the_numbers_it_changed(tmp_path):
+def test_a_temperature_is_stated_with_the_numbers_it_changed(undrawn, tmp_path):
     posterior = ds.DeepEnsemble([tiny.mlp() for _ in range(2)]).double()
     x, y = tiny.points(24)
     plain = ds.evaluate(posterior, [(x, y)])

@@ -76,6 +76,7 @@ def test_a_temperature_lowers_the_loss_of_a_network_one_has_and_keeps_its_labels
     assert all(min(numbers[4:]) > 0 for numbers in dropped)
 
 
+@pytest.mark.slow
 def test_void_edges_and_stripes_are_doubtful_and_known_pixels_are_not(run, tmp_path):
     table = dict(run("segmentation", "--out", "figure.png"))
     assert table["mIoU of what is known"][0] > 0.7

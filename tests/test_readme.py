@@ -38,8 +38,14 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     return blocks
 
 
-def shortened(setting: re.Match[str]) -> str:
-    return f"{setting[1]}={min(SHORT[setting[1]], int(setting[2]))}"
+def shortened(code: str) -> str:
+    """The code with settings no larger than those of SHORT."""
+    return re.sub(rf"\b({'|'.join(SHORT)})=(\d+)", lambda s: f"{s[1]}={min(SHORT[s[1]], int(s[2]))}", code)
+
+
+def draw_nothing(monkeypatch, request) -> None:
+    request.getfixturevalue("undrawn")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: Path(path).touch())
 
 
 @pytest.mark.parametrize("whole", often([False], [True]), ids=["short", "whole"])
@@ -47,15 +53,14 @@ def shortened(setting: re.Match[str]) -> str:
 def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     if not whole:
-        request.getfixturevalue("undrawn")
-        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: Path(path).touch())
+        draw_nothing(monkeypatch, request)
     blocks = python_blocks(page.read_text())
     if page.name == "README.md":
         assert blocks, "the README shows no Python"
     names: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks:
         if not whole and not str(page).endswith(LONG):
-            code = re.sub(r"\b(epochs|warmup|leapfrog)=(\d+)", shortened, code)
+            code = shortened(code)
         # Empty lines in front, so that a traceback names the line of the page.
         try:
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
@@ -94,11 +99,18 @@ print("ran", len(cells))
 """
 
 
+@pytest.mark.parametrize("whole", often([False], [True]), ids=["short", "whole"])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch, capsys, request):
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, whole, tmp_path, monkeypatch, capsys, request):
     pytest.importorskip("pandas", reason="pandas is not installed: pip install pandas")
     monkeypatch.setenv("PYTHONPATH", str(Path(dissensus.__file__).parents[1]))  # the library that is tested
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    text = path.read_text(encoding="utf-8")
+    if not whole:
+        draw_nothing(monkeypatch, request)
+        text = shortened(text)
+    path = tmp_path / path.name
+    path.write_text(text, encoding="utf-8")
     if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
         import nbformat
         from nbclient import NotebookClient
@@ -110,9 +122,8 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeyp
     else:  # the same code in the same order, without a kernel
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["-c", str(path)])
-        request.getfixturevalue("undrawn")
         exec(CELLS, {})
-        count = sum(cell["cell_type"] == "code" for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
+        count = sum(cell["cell_type"] == "code" for cell in json.loads(text)["cells"])
         assert capsys.readouterr().out.splitlines()[-1] == f"ran {count}"
         assert len(list(tmp_path.glob("cell*.png"))) == 5
     assert (tmp_path / "report.html").is_file()

@@ -107,7 +107,7 @@ KINDS = [(False, each) for each in CLASSES] + [(True, each) for each in VALUES]
 
 def product():
     """Every method with every calibration; fast ones: as many as there are kinds, each with one of them."""
-    fast = dict(zip(test_contract.FEW, KINDS, strict=True))
+    fast = dict(zip(test_contract.FEW, reversed(KINDS), strict=True))
     for method in test_contract.METHODS:
         for regression, calibration in KINDS:
             name = f"{method}-{'values' if regression else 'classes'}-{calibration}"

@@ -1,4 +1,4 @@
-"""A student's day: an own method, a folder of images, five seeds, a kill, a method added, a paper's table and figures."""
+"""A student's day: an own method, a folder of images, three seeds, a kill, a method added, a paper's table and figures."""
 
 import json
 import shutil
@@ -80,11 +80,11 @@ def day(tmp_path_factory):
 
         bench = ("bench", "stripes.toml", "--out", "runs", "--seeds")
         patch.setattr(Run, "log", stop_in_fourth_run)
-        said.killed = run(*bench, "5")
+        said.killed = run(*bench, "3")
         patch.setattr(Run, "log", log)
         said.finished = {path: path.stat().st_mtime_ns for path in said.runs.glob("*/training.json")}
         said.unread = refuses(lambda: ds.bench.read(said.runs), "or finish the bench", FileNotFoundError)
-        said.resumed = run(*bench, "5")
+        said.resumed = run(*bench, "3")
         said.added = run(*bench, "2", "--methods", "tradi", "--baseline", "map", "--quiet")
         said.refused = run(*bench, "1", "--methods", "tradi", "--set", "training.epochs=3")
         said.reported = run("report", "runs", "--out", "paper.tex", *SHOWN, "--transpose", "--figures", "figures")
@@ -96,7 +96,7 @@ def test_a_killed_bench_goes_on_and_a_method_is_added_to_its_report(day):
     assert len(day.finished) == 3
     assert all(path.stat().st_mtime_ns == time for path, time in day.finished.items())  # not trained again
     page = (day.runs / "report.html").read_text()
-    assert all(name in page for name in ("student_method:Pulled", "5 seeds", "2 seeds", "TRADI has observed 10 steps"))
+    assert all(name in page for name in ("student_method:Pulled", "3 seeds", "2 seeds", "TRADI has observed 10 steps"))
     assert "TRADI has observed" in (day.runs / "results.csv").read_text()
     assert "TRADI has observed" in json.loads((day.runs / "tradi-seed0" / "warnings.json").read_text()).popitem()[1]
 
@@ -131,10 +131,10 @@ def test_the_table_compiles(day):
 
 def test_results_are_read_back(day):
     results = ds.bench.read(day.runs)
-    assert {name: len(each) for name, each in results.methods.items()} == dict(zip(METHODS, (5, 5, 2), strict=True))
+    assert {name: len(each) for name, each in results.methods.items()} == dict(zip(METHODS, (3, 3, 2), strict=True))
     frame = results.to_dataframe()
-    assert frame["method"].tolist() == [METHODS[0]] * 5 + [METHODS[1]] * 5 + [METHODS[2]] * 2
-    stored = json.loads((day.runs / "map-seed3" / "metrics.json").read_text())["metrics"]
-    assert frame[(frame["method"] == "map") & (frame["seed"] == 3)]["nll"].item() == stored["nll"]
+    assert frame["method"].tolist() == [METHODS[0]] * 3 + [METHODS[1]] * 3 + [METHODS[2]] * 2
+    stored = json.loads((day.runs / "map-seed2" / "metrics.json").read_text())["metrics"]
+    assert frame[(frame["method"] == "map") & (frame["seed"] == 2)]["nll"].item() == stored["nll"]
     assert any("TRADI has observed" in text for text in results.methods["tradi"][0].cautions.values())
     assert isinstance(results.methods["map"][0], ds.Evaluation)

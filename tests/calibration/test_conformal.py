@@ -108,10 +108,10 @@ def test_coverage_of_two_hundred_splits_is_the_level(score, settings, make, data
 
 @pytest.mark.parametrize("settings", often([{"score": "raps", "penalty": 0.1, "free": 2}], [{"score": "aps"}]))
 def test_sets_that_are_not_randomised_cover_the_level_and_are_never_empty(settings):
-    """125 splits of 400 rows: an error of 0.0019. Scores that are random on calibration rows alone cover 0.95 and 0.93."""
+    """50 splits of 400 rows: an error of 0.003. Scores that are random on calibration rows alone cover 0.95 and 0.93."""
     posterior = classifier()
-    found, mean, error = mean_coverage(posterior, classified, 400, splits=125, **settings)
-    assert abs(found - mean) < 3 * error < 0.006
+    found, mean, error = mean_coverage(posterior, classified, 400, splits=50, **settings)
+    assert abs(found - mean) < 3 * error < 0.01
     conformal = ds.conformal(posterior, rows(*classified(100)), level=0.2, **settings)
     assert conformal.set(classified(200)[0]).any(1).all()
 
@@ -363,12 +363,12 @@ def test_a_known_shift_is_covered_by_weights():
         return (x[:, 0] - 0.5).exp()
 
     posterior, inside, plain = regressor(), [], []
-    for _ in range(30):
+    for _ in range(12):
         calibration, (x, y) = data(500, 0), data(500, 1)
         for found, weight in ((inside, ratio), (plain, None)):
             lower, upper = ds.conformal(posterior, rows(*calibration), weight=weight, score="residual").interval(x)
             found.append(float(((lower <= y) & (y <= upper)).double().mean()))
-    assert np.mean(inside) > 0.9 - 3 * np.std(inside) / math.sqrt(30)
+    assert np.mean(inside) > 0.9 - 3 * np.std(inside) / math.sqrt(12)
     assert np.mean(plain) < 0.85
     by_function = ds.conformal(posterior, rows(*calibration), weight=ratio, name="by function")
     by_rows = ds.conformal(posterior, rows(*calibration, ratio(calibration[0])))

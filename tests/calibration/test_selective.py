@@ -264,9 +264,9 @@ LOW = (lambda s: 0.1 * s**3, lambda t: 0.1 * t**3 / 4)
     ],
 )
 def test_the_promise_is_broken_no_more_often_than_confidence_allows(law, risk, ordered, least):
-    """In 1,000 calibrations at most 5 % and two standard errors, 6.4 %."""
-    share, accepted = broken(*law, risk, runs=1000, rows=400 if risk == 0.05 else 2000, ordered=ordered)
-    assert share <= 0.064
+    """In 400 calibrations at most 5 % and two standard errors, 7.2 %."""
+    share, accepted = broken(*law, risk, runs=400, rows=400 if risk == 0.05 else 2000, ordered=ordered)
+    assert share <= 0.072
     assert accepted >= least
 
 

@@ -153,7 +153,7 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
     posterior = ds.DeepEnsemble([nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.3), nn.Linear(64, 3)) for _ in range(4)])
     posterior.double().train()
     x, y = data(rows=20)
-    n = 120
+    n = 60
     draws = {
         kind: torch.stack([run(posterior, Batch(x, y)).losses for _ in range(n)])
         for kind, run in {"loop": gradients.looped_gradients, "vectorised": gradients.vectorised_gradients}.items()

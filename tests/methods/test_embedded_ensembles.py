@@ -138,7 +138,7 @@ def slope_of_overlap(widths, seeds):
 
 def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_width():
     """The slope's own error over 12 seeds and 4 inputs is about 0.06."""
-    assert slope_of_overlap([32, 64, 128, 256], 12) == pytest.approx(-0.5, abs=0.15)
+    assert slope_of_overlap([32, 256], 12) == pytest.approx(-0.5, abs=0.15)
 
 
 @pytest.mark.slow

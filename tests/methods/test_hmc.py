@@ -23,7 +23,7 @@ def linear(temperature=1.0, **keywords):
     y = x @ torch.tensor([[1.0], [-0.5]]) + 0.3 + NOISE * torch.randn(SIZE, 1)
     design = torch.cat([x, torch.ones(SIZE, 1)], dim=1).double()
     precision = design.T @ design / NOISE**2 + torch.eye(3) / STD**2
-    settings = {"samples": 80, "warmup": 30, "leapfrog": 3, "seed": 1} | keywords
+    settings = {"samples": 50, "warmup": 30, "leapfrog": 3, "seed": 1} | keywords
     posterior = ds.HMC(
         [nn.Linear(2, 1) for _ in range(4)], posterior_temperature=temperature, likelihood=ds.Regression(noise=NOISE),
         weight_prior_std=STD, data_size=SIZE, **settings,
@@ -36,23 +36,23 @@ def linear(temperature=1.0, **keywords):
 @pytest.mark.parametrize("temperature", often([0.25], [1.0]))
 def test_chains_have_mean_and_covariance_of_a_linear_model(temperature):
     posterior, mean, covariance, x = linear(temperature)
-    draws = posterior.chains.draws  # (4, 80, 3)
+    draws = posterior.chains.draws  # (4, 50, 3)
     whitened = (draws - mean) @ torch.linalg.cholesky(torch.linalg.inv(temperature * covariance))
     n = ds.metrics.effective_sample_size(whitened)
-    assert bool((n > 80).all())
+    assert bool((n > 50).all())
     flat = whitened.flatten(0, 1)
     assert bool((flat.mean(0).abs() < 4 / n.sqrt()).all())
     products = whitened.unsqueeze(-1) * whitened.unsqueeze(-2)
     error = (flat.T @ flat / len(flat) - torch.eye(3)) / products.flatten(0, 1).std(0)
     assert bool((error.abs() < 4 / ds.metrics.effective_sample_size(products).sqrt()).all())
     # What is drawn are these samples, chain by chain.
-    said = posterior.predict(x).member_means  # (320, 20, 1)
+    said = posterior.predict(x).member_means  # (200, 20, 1)
     expected = draws.flatten(0, 1) @ torch.cat([x, torch.ones(SIZE, 1)], dim=1).double().T
     torch.testing.assert_close(said[..., 0].double(), expected, rtol=0, atol=1e-5)
     found = ds.convergence(posterior, x[:3])
     assert found.rhat.shape == found.effective_samples.shape == (3, 1)
     assert float(found.rhat.max()) < 1.1
-    torch.testing.assert_close(found.rhat, ds.metrics.split_rhat(expected.reshape(4, 80, SIZE)[..., :3])[:, None])
+    torch.testing.assert_close(found.rhat, ds.metrics.split_rhat(expected.reshape(4, 50, SIZE)[..., :3])[:, None])
     assert "split-R̂ at most" in str(found)
 
 
@@ -128,7 +128,7 @@ def test_a_bimodal_posterior_has_chains_in_both_modes():
             return torch.where(x > 0, self.w**2, -self.w)
 
     x, y = torch.ones(10, 1), torch.full((10, 1), 1.0)
-    settings = {"samples": 80, "warmup": 40, "leapfrog": 3, "seed": 0, "likelihood": ds.Regression(noise=0.5)}
+    settings = {"samples": 50, "warmup": 25, "leapfrog": 3, "seed": 0, "likelihood": ds.Regression(noise=0.5)}
     posterior = ds.HMC([Square(w) for w in (-1.0, 1.0)], weight_prior_std=1.0, data_size=10, **settings)
     posterior.fit_posthoc([(x, y)])
     w = posterior.chains.draws[..., 0]

@@ -233,6 +233,7 @@ def test_means_over_random_networks_are_the_analytic_kernels(u, v, activation):
         assert ((each.mean(0) - wanted).abs() < allowed).all(), name
 
 
+@pytest.mark.slow
 def test_kernels_become_deterministic_as_one_over_the_width():
     """Theorem 2: the variance of every block falls as 1/N; slope of its logarithm over four widths."""
     widths, seeds = (32, 64, 128, 256), 40
@@ -248,6 +249,7 @@ def test_kernels_become_deterministic_as_one_over_the_width():
     assert ((slopes + 1).abs() < 0.5).all()
 
 
+@pytest.mark.slow
 def test_outputs_at_initialisation_are_gaussian_and_independent_when_u_has_mean_zero():
     """Theorem 1: kurtosis 3 and no correlation between members, nor between their squares, in the wide limit."""
     n = 150

@@ -104,6 +104,7 @@ def test_descent_below_the_rate_never_climbs_and_at_three_times_it_diverges(law)
     assert not unstable[-1] < 1e3 * unstable[0]
 
 
+@pytest.mark.slow
 def test_members_with_signs_reach_the_loss_of_independent_networks_in_about_their_steps():
     """N = 32 M, both at 0.9 of their rates; benchmarks/embedded_descent.py has more of it."""
     x, members, reference = inputs(), 4, 24
@@ -469,6 +470,7 @@ def test_what_no_chain_describes_is_not_told(net, keywords):
     assert found.advice == ""
 
 
+@pytest.mark.slow
 def test_pooled_members_with_signs_on_features_are_indeed_nearer_than_a_chain_would_have_it():
     found, error = drawn_correlation(
         lambda: cnn(nn.AdaptiveAvgPool2d(1)), images(), 30, modulation=SIGNS, layers=["0", "2"]

@@ -542,7 +542,7 @@ def test_watching_does_not_change_the_training(tmp_path):
 
 def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
     task = load_task("moons", size="smoke", overrides=["evaluation.distances_every=1"])
-    results, _ = jobs.bench(task, methods=["map", "deep_ensemble"], seeds=2, out=tmp_path)
+    results, _ = jobs.bench(task, methods=["map", "deep_ensemble"], out=tmp_path)
     assert not (tmp_path / "map-seed0" / DISTANCES).exists()
     assert "distances/weight" not in results.methods["map"][0].metrics
     page = (tmp_path / "report.html").read_text()
@@ -551,8 +551,7 @@ def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
     table = text.split("## How far members are apart")[1].split("##")[0]
     assert "deep_ensemble" in table
     assert "map" not in table
-    mean = sum(each.metrics["distances/weight"] for each in results.methods["deep_ensemble"]) / 2
-    assert f"{mean:.3f}" in table
+    assert f"{results.methods['deep_ensemble'][0].metrics['distances/weight']:.3f}" in table
 
 
 def test_a_damaged_file_is_one_clear_error(tmp_path):
