@@ -122,7 +122,6 @@ class EagerStep:
             self.optimizer.step()
         if observe:
             self.guard.observe()
-        self.guard.side_stream.join()
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
@@ -148,7 +147,6 @@ class Guard:
         self.posterior, self.optimizer, self.host = posterior, optimizer, host
         self.checks_at_once = True  # whether this step is checked at once
         self.has_stepped = False  # whether there has been a step
-        self.has_observers = bool(posterior.recorders or len(posterior.watchers))
         # Found once: walking over the modules costs more than a step of a small network.
         parts = list(posterior.modules())
         self._clocked = [part for part in parts if isinstance(part, Posterior)]
@@ -160,7 +158,6 @@ class Guard:
         self._one = torch.ones_like(self.halted)
         self._saved_buffers: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
-        self.side_stream = SideStream(device)
         self._chunks = Chunks()  # of the gradients that recorders read
         self._finite_names = {what: self._names_of_finite(tensors) for what, tensors in self._checked_tensors().items()}
 
@@ -200,8 +197,7 @@ class Guard:
                 self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self.side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
-                self._record_faults(losses, gradients, known)
+            self._record_faults(losses, gradients, known)
             _flag_not_finite(given, self.halted, self._one)
             exchange.reduce_flag(self.halted)
 
@@ -254,7 +250,7 @@ class Guard:
         if any(recorder.reads_next_step for recorder in self._recorders):
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
-        with self.skip_bad_step(), nullcontext() if self.has_observers else self.side_stream():
+        with self.skip_bad_step():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
@@ -328,31 +324,6 @@ class Guard:
         if not has_nonfinite_norm(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
-
-
-class SideStream:
-    """A side stream within a CUDA graph, for work that can run in parallel with the optimiser."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.forked = False
-        self.held: list[object] = []  # what it reads: memory that is freed earlier may be given to the current stream
-
-    def __call__(self, *reads: object) -> AbstractContextManager[object]:
-        """Inside, work, which reads these, goes to the side stream during a capture, else to the current one."""
-        if self.stream is None or not torch.cuda.is_current_stream_capturing():
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        self.forked = True
-        self.held += reads
-        return torch.cuda.stream(self.stream)
-
-    def join(self) -> None:
-        """During a capture, makes the current stream wait for the side stream."""
-        if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().wait_stream(self.stream)
-        self.forked = False
-        self.held.clear()
 
 
 def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
