@@ -79,8 +79,6 @@ class Posterior(TrainableModule, ABC):
         # Whether learned noise was checked before a step, and before a prediction.
         self._started = self._predicted = False
 
-    # ------------------------------------------------------------------ what a method declares
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         """(loss (), z, buffers afterwards) of one member: a pure function. z is the quantity in which members interact.
 
@@ -129,8 +127,6 @@ class Posterior(TrainableModule, ABC):
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Stores a draw, with batch statistics re-estimated from the loader, if the method samples; users call `ds.refresh`."""
         return None
-
-    # ------------------------------------------------------------------ what every posterior can do
 
     @property
     @final

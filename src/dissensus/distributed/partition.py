@@ -108,8 +108,6 @@ class TrainingPartition:
         if self.active_mesh is not None:
             check_same(mesh.gather_objects(self._length), "number of batches", "make the loaders equally long")
 
-    # ------------------------------------------------------------------ the state: all members, or those that lie here
-
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
         if self.mesh is None:
@@ -227,8 +225,6 @@ class TrainingPartition:
             if id(parameter) in own and isinstance(value, Tensor) and value.ndim
         ]
 
-    # ------------------------------------------------------------------ loaders and batches
-
     def training_batches(self, epoch: int) -> Iterable[Any]:
         """What an epoch of this number reads from the loader."""
         if self.mesh is None:
@@ -327,8 +323,6 @@ class TrainingPartition:
         total = each[:, 1].sum()
         mine = torch.where(total > 0, weight / total, 1 / data.size)
         return LocalBatch(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, is_split=True)
-
-    # ------------------------------------------------------------------ what all must agree on
 
     def choose_engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""

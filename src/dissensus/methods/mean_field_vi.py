@@ -108,8 +108,6 @@ class MeanFieldVI(SamplingPosterior):
         self._apart: dict[tuple[torch.Size, ...], list[str]] = {}
         self._layers: list[str] = []
 
-    # ------------------------------------------------------------------ the objective
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         std = {name: F.softplus(params[_raw_std_name(name)]) for name in self.spread}
         total: Tensor | float = 0.0
@@ -196,8 +194,6 @@ class MeanFieldVI(SamplingPosterior):
     def _has_deviation(self, layer: str) -> bool:
         return any(name in self.spread for name in _tensor_names(layer))
 
-    # ------------------------------------------------------------------ the posterior over weights
-
     @property
     def mean(self) -> Tensors:
         """Name -> μ; (M, ...) for a list of networks."""
@@ -275,8 +271,6 @@ class MeanFieldVI(SamplingPosterior):
         mean = torch.cat([at_least_float32(each).flatten() for each in by_log]).mean().detach()
         return -(self.data_size or 1) / self.posterior_temperature * mean
 
-    # ------------------------------------------------------------------ functions
-
     def sampled_names(self) -> list[str]:
         return self.spread
 
@@ -301,8 +295,6 @@ class MeanFieldVI(SamplingPosterior):
         family = super()._make_family(samples, networks, apart=apart)
         restore_plain_layers(family.template.network)
         return family
-
-    # ------------------------------------------------------------------ state and files
 
     def plain_network(self) -> nn.Module:
         return restore_plain_layers(self.particles.member(0))

@@ -478,8 +478,6 @@ class SVGD(StackedPosterior):
         driving = kernel * (annealing_weight(self, self.annealing) / count)
         return driving, rbf_kernels.slopes(kernel, h) / (count * (self.data_size or 1))
 
-    # ------------------------------------------------------------------ weight space: gradients are mixed
-
     def mix(self, gradients: Tensors) -> Tensors:
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
         z = spaces.trained_weights(self.particles)
@@ -487,8 +485,6 @@ class SVGD(StackedPosterior):
         driving = rbf_kernels.apply_matrix(kernel, gradients)
         repulsion = rbf_kernels.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
-
-    # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.interaction != "couple":

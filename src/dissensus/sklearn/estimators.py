@@ -292,14 +292,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batches = Batches(x, y, weight=weight, batch_size=integer("batch_size", size), shuffle=True, seed=seed)
         most = min(200, max(20, math.ceil(STEPS / len(batches))))
         epochs = most if epochs is None else integer("epochs", epochs)
-        posterior = build_posterior(
-            self.method,
-            lambda: (self.network or partial(MLP, hidden=self.hidden))(x.shape[1], outputs),
-            likelihood=likelihood,
-            members=self.members,
-            data_size=len(x),
-            settings=dict(self.settings or {}),
-        )
+        make = partial(self.network or partial(MLP, hidden=self.hidden), x.shape[1], outputs)
+        how: dict[str, Any] = {"likelihood": likelihood, "members": self.members, "data_size": len(x)}
+        posterior = build_posterior(self.method, make, settings=dict(self.settings or {}), **how)
         optimizer = scheduler = None
         if optimizer_refusal(posterior, torch.optim.AdamW) is None:
             groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
@@ -310,19 +305,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
             means = EarlyStopping(posterior, judging, self.patience, max(1, epochs // 20))
         by_likelihood = judging is not None and means is None and posterior.judged_by is not None
+        how = {"validation": judging, "patience": self.patience} if by_likelihood else {}
+        how |= {"optimizer": optimizer, "scheduler": scheduler, "precision": "float32", "device": self.device}
+        callback = means if until is None else lambda epoch: epoch.epoch + 1 == until
         self.history_ = fit(
-            posterior,
-            batches,
-            epochs=epochs,
-            validation=judging if by_likelihood else None,
-            patience=self.patience if by_likelihood else None,
-            callback=means if until is None else lambda epoch: epoch.epoch + 1 == until,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            precision="float32",
-            device=self.device,
-            progress=False,
-            draw=means is None,
+            posterior, batches, epochs=epochs, callback=callback, progress=False, draw=means is None, **how
         )
         if means is not None:
             posterior.load_state_dict(means.state)
@@ -410,9 +397,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """(N,) the most probable labels."""
-        likeliest = self.predict_proba(X).argmax(1)
-        labels: np.ndarray = self.classes_[likeliest]
-        return labels
+        return np.asarray(self.classes_[self.predict_proba(X).argmax(1)])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """(N, C) probabilities of the mixture."""

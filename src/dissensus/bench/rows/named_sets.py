@@ -176,9 +176,6 @@ def set_location(name: str, folder: Root) -> str:
         return "not found"
 
 
-# ------------------------------------------------------------------------------------------- images
-
-
 def _image_rows(name: str, folder: Root) -> DatasetRows:
     train, test = digits() if name == "digits" else (image_set(name, each, folder=folder) for each in ("train", "test"))
     return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
@@ -190,9 +187,6 @@ def _test_images(name: str, folder: Root) -> TaskRows:
 
 def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
-
-
-# ------------------------------------------------------------------------------------------- toys
 
 
 def _toy_rows(train: toy.Points, test: toy.Points, *, classes: tuple[str, ...] = ()) -> DatasetRows:

@@ -219,8 +219,6 @@ class Run:
             with (self.folder / "log.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(epoch)) + "\n")
 
-    # ------------------------------------------------------------------ stages
-
     @property
     def is_trained(self) -> bool:
         return (self.folder / "training.json").is_file()

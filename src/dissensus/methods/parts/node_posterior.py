@@ -99,8 +99,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
             freeze_norms(particles.template)
             self.train(self.training)
 
-    # ------------------------------------------------------------------ the objective
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         size, copies, repeated = batches.count_examples(batch.x), self.train_samples, node_latents.repeat_rows
         weight = None if batch.weight is None else repeated(batch.weight, copies)
@@ -121,8 +119,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         cost = self.complexity.kl(mean, std, self.posterior_temperature)
         complexity = annealing_weight(self, self.annealing) * cost / self.data_size
         return value + self.penalty(params) + complexity, (), buffers
-
-    # ------------------------------------------------------------------ the posterior over latents
 
     @property
     def mean(self) -> Tensor:
@@ -168,8 +164,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
             prior=False,
         )
         return [*super().groups(), latents]
-
-    # ------------------------------------------------------------------ functions
 
     def draw(self) -> DrawnFunctions:
         stored = self.stored
@@ -254,8 +248,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
                 how: dict[str, Any] = {"whole": self._unbatched_inputs, "like": self.mean, "again": again}
                 node_latents.examine_layers(particles, self.sites, x, **how)
             self._checked_shapes.add(shapes)
-
-    # ------------------------------------------------------------------ state and files
 
     def plain_network(self) -> nn.Module:
         return restore_plain_layers(self.particles.member(0))
