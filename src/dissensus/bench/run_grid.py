@@ -1,5 +1,4 @@
-"""Runs a task over a grid: one or several settings, or the width, each at several values; trains and measures all cells,
-then reports."""
+"""Runs a task over a grid: settings, or the width, each at several values; trains and measures all cells, then reports."""
 
 from __future__ import annotations
 

@@ -462,8 +462,7 @@ def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | No
 
 def _training_lock(posterior: Objective, *, by_autograd: bool = False) -> AbstractContextManager[object]:
     """Checks that training is possible and locks the network; coupled members lock the whole process."""
-    # Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the
-    # process.
+    # Coupled members draw the same random numbers twice and switch attention kernels: both are global to the process.
     check_trainable(posterior)
     _check_single_process(posterior, by_autograd=by_autograd)
     _check_frozen(posterior.particles)

@@ -98,8 +98,7 @@ class Posterior(TrainableModule, ABC):
     def draw(self) -> DrawnFunctions:
         """M fixed functions drawn from the posterior, as a module (B, *in) -> (M, B, *out).
 
-        Methods that store members return those. Methods that sample return new samples each time, until `ds.refresh` has
-        stored a draw.
+        Methods that store members return those; methods that sample draw anew each time, until `ds.refresh` has stored a draw.
         """
 
     def current(self) -> DrawnFunctions:
@@ -154,8 +153,7 @@ class Posterior(TrainableModule, ABC):
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses; adds the same gradients to `.grad` as `loss(x, y).backward()`, but faster.
 
-        Use it in your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
-        `loss`.
+        For your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in `loss`.
         """
         batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
@@ -185,8 +183,7 @@ class Posterior(TrainableModule, ABC):
                 `inputs`, raw inputs, or a single raw example.
 
         Returns:
-            A `Predictive` for B inputs that keeps every member; a `SummaryPredictive` if a calibration acts on the
-            members' mean.
+            A `Predictive` for B inputs with every member; a `SummaryPredictive` if a calibration acts on their mean.
 
         Raises:
             Diverged: a member predicts NaN.

@@ -1,9 +1,8 @@
 """The nineteen corruptions of CIFAR-10-C at five severities, batched, on any device, with one random stream per image.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
-The constants in embedded/corruptions.toml are those of the published CIFAR-10-C for 32×32 images. If an image's shorter side
-has S pixels, lengths are scaled by S/32. Lengths in whole pixels (a disk's radius, the reach of glass, the size of a flake)
-never shrink.
+The constants in embedded/corruptions.toml are those of CIFAR-10-C for 32×32 images. If an image's shorter side has S pixels,
+lengths are scaled by S/32; those in whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
 """
 
 import operator
@@ -68,8 +67,7 @@ def corrupt(
         images: uint8, or floating in [0, 1], with C = 1 or 3 channels. On greyscale images coloured effects use their luma.
         name: one of `CORRUPTIONS`.
         severity: 1 … 5.
-        seed: random numbers depend on the seed, the name, the severity and the image's index only; not on the batch, nor
-            on any global generator.
+        seed: random numbers depend only on the seed, the name, the severity and the image's index.
         index: (B,) the images' positions in their data set; 0 … B−1 by default.
     """
     one_of("name", name, CORRUPTIONS)

@@ -233,7 +233,6 @@ def _stack(files: Sequence[Path], size: Size, channels: int) -> Tensor:
             raise ValueError(f"expected images of one size, got {got}; resize them by size = {int(images.shape[2])}")
         images[row] = torch.from_numpy(np.array(found))
     if resized:
-        log.info(
-            "%d of %d images in %s resized to %s", resized, len(files), files[0].parents[1], size_text(images.shape[2:])
-        )
+        where, shown = files[0].parents[1], size_text(images.shape[2:])
+        log.info("%d of %d images in %s resized to %s", resized, len(files), where, shown)
     return images

@@ -138,8 +138,7 @@ def gaussian_process(
 ) -> Points:
     """Regression on a Gaussian-process sample f: x (count, 1) in U[low, high] and y = f(x) + noise · N(0, 1).
 
-    f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the
-    same inputs.
+    f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f there.
     """
     integer("count", count)
     number("lengthscale", lengthscale, above=0)

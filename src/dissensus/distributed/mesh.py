@@ -122,8 +122,7 @@ class Mesh:
         members: the `Axis` along which ranks hold different members.
         data: the `Axis` along which ranks see different rows of a batch.
         statistics: batch norm statistics in training, "synchronised" over the data axis, or "per rank".
-        batches: "whole" if loaders yield the same batches in every process, "parts" if each rank of the data axis reads its
-            own rows.
+        batches: "whole" if loaders yield the same batches everywhere, "parts" if each rank of the data axis reads its own rows.
         device_mesh: torch's device mesh, with the axes "members" and "data"; None without a process group.
     """
 

@@ -48,8 +48,7 @@ class FusionError(RuntimeError):
 class PendingTensor(Tensor):
     """The result of a layer that is not yet computed. The first use decides what is computed.
 
-    A use past torch's Python functions (a scripted module, a custom `autograd.Function`) would lose gradients and raises
-    `FusionError`.
+    A use past torch's Python functions (a scripted module, an own `autograd.Function`) would lose gradients: `FusionError`.
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]

@@ -2,8 +2,7 @@
 """Triton kernels over many tensors in one launch. Only `multi_tensor.py` imports this file: not every machine has Triton.
 
 Program number p works on one chunk: of the tensor `which[p]` the BLOCK entries after its first `start[p]` chunks, in the order
-in which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, its number of entries last,
-in row SIZES.
+in which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, entries last, in row SIZES.
 """
 
 import triton

@@ -23,8 +23,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
 
     Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and likewise for the (unbiased) variances. A
     layer that runs several times in a forward pass has several terms per batch. Dropout is off, momenta and modes are
-    restored, and layers that the caller put in eval mode keep their statistics. If no layer has statistics, the loader is
-    not read.
+    restored, and layers that the caller put in eval mode keep their statistics. Without layers the loader is not read.
     """
     own = set(particles.own_buffers())
     known, fixed = statistics_layers(particles.template), particles.template.always_eval

@@ -53,10 +53,9 @@ class MCDropout(NetworksPosterior):
 
     Args:
         networks: one module, not copied, or a list of M; each network gives `samples` functions.
-        rate: None uses the network's own dropout. A number inserts dropout before every linear and
-            convolutional layer except the first, in training and in prediction; the caller's module is not changed.
-            Before convolutions whole channels are dropped, so a drawn function is the network with some rows of its
-            weights removed.
+        rate: None uses the network's own dropout. A number inserts dropout before every linear and convolutional layer
+            except the first, in training and in prediction; the caller's module is not changed. Before convolutions whole
+            channels are dropped, so a drawn function is the network with some rows of its weights removed.
         layers: name patterns of the modules that drop in prediction ("head.*"), or before which `rate` inserts dropout; None
             is all (`posterior.sites`). In training the network's own dropout acts everywhere.
         samples: functions per network and draw.
@@ -119,12 +118,9 @@ class DropoutFunctions(DrawnFunctions):
     ) -> None:
         """`rows`: which of the samples these are; None for all."""
         super().__init__()
-        self.particles = particles
+        self.particles, self.sites, self.seed = particles, sites, seed
         self.rows = rows or slice(0, samples)
-        self.members = self.rows.stop - self.rows.start
-        self.seed = seed
-        self.sites = sites
-        self.masks = Masks(sites, samples, seed)
+        self.members, self.masks = self.rows.stop - self.rows.start, Masks(sites, samples, seed)
         self._known_masks: dict[tuple[Any, ...], Tensors] = {}
         self.training = False  # the functions are fixed: the network's own dropout is off, masks are applied by hand
 

@@ -2,8 +2,7 @@
 
     Δu_α = −μ_u ∂L_α/∂u_α,    Δw = −μ_w (γ(M)/M) Σ_α ∂L_α/∂w
 
-If the members' tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = M trains M independent networks. If they do, γ = 1
-trains them as one.
+If members' tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = M trains M independent networks; else γ = 1 trains one.
 """
 
 import logging
@@ -272,8 +271,7 @@ class DropoutEnsemble(EmbeddedPosterior):
         network: one network.
         members: M.
         rate: probability that a unit is dropped. 1 − rate is the collectivity, so members always learn as a collective.
-        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
-            "auto", which is 1 here.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" or "auto" (1), or a number.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -52,8 +52,7 @@ class MeanFieldVI(SamplingPosterior):
 
     Every example has its own noise in layers that each example passes once: linear layers draw their outputs (local
     reparametrisation), convolutions use flipout. Everywhere else (embeddings, attention, layers called twice, custom
-    layers) one draw of the weights is used for the whole batch. After the first batch, `.account` lists which layers do
-    which.
+    layers) one draw of the weights is used for the whole batch. After the first batch, `.account` lists them.
 
     Args:
         networks: one module, or a list of M; each network has its own posterior and gives `samples` functions.
@@ -160,13 +159,8 @@ class MeanFieldVI(SamplingPosterior):
         """Layers that each example passes once, and that share no tensor: a second call must use the same weights."""
         particles = self.particles
         tied = {each for pair in TensorPlaces(particles.template.network).tied.items() for each in pair}
-        names = [
-            name
-            for name, layer in particles.template.network.named_modules()
-            if isinstance(layer, PerturbedLayer)
-            and not tied.intersection(_tensor_names(name))
-            and self._has_deviation(name)
-        ]
+        layers = [n for n, layer in particles.template.network.named_modules() if isinstance(layer, PerturbedLayer)]
+        names = [n for n in layers if self._has_deviation(n) and not tied.intersection(_tensor_names(n))]
 
         def lengths(rows: int) -> list[list[int]]:
             """For each layer, the number of rows it returned in every call."""
@@ -245,17 +239,13 @@ class MeanFieldVI(SamplingPosterior):
         """Whether σ clearly still grows, measured on one batch."""
         if self.annealing.schedule != "constant" and (self.annealing.steps or self.run_length) is None:
             return False  # β is unknown before a run begins
-        with (
-            inference_context(self),
-            preserve_random_state(self.device),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
+        with inference_context(self), preserve_random_state(self.device), torch.inference_mode(False):
             batch, weight = next(iter(self.read(loader)), None), float(annealing_weight(self, self.annealing))
             if batch is None or weight == 0:
                 return False
             try:
-                found = [self._deviation_growth(self.prepare_batch(batch)) for _ in range(LOOKS)]
+                with torch.enable_grad():
+                    found = [self._deviation_growth(self.prepare_batch(batch)) for _ in range(LOOKS)]
             except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
                 return False
         each = torch.stack(found) / weight
@@ -362,7 +352,8 @@ class PerturbedLayer(NodeLayer):
             # Inputs that are all 0 have variance 0, where the square root has no derivative.
             deviation = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
             return outputs + deviation * torch.randn_like(deviation)
-        r, s = (_signs(len(input), count, input) for count in features(self))
+        signs = (torch.randint(0, 2, (len(input), count), device=input.device) for count in features(self))
+        r, s = (each.to(input.dtype) * 2 - 1 for each in signs)
         weight, bias = drawn
         added = Kernel(torch.zeros_like(mean.weight) if weight is None else weight, bias)
         more = self._with_kernel(added, input * self._broadcast_factors(r, input), *args, **keywords)
@@ -381,8 +372,3 @@ def perturbed_copy(network: nn.Module) -> tuple[nn.Module, ConversionReport]:
             account.left[name] = f"{type(layer).__name__} has its own computation"
     account.left = {name: f"one weight draw per batch: {reason}" for name, reason in account.left.items()}
     return copied, account
-
-
-def _signs(examples: int, count: int, like: Tensor) -> Tensor:
-    """(examples, count) of −1 and 1."""
-    return torch.randint(0, 2, (examples, count), device=like.device).to(like.dtype) * 2 - 1

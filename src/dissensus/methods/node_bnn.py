@@ -36,8 +36,7 @@ class NodeBNN(NodePosterior):
     Args:
         networks: one module, or a list of M; each network has its own latents and gives `samples` functions.
         components: K.
-        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both". In a convolution each
-            channel is one node.
+        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; channels of a convolution.
         prior_std: standard deviation of the prior of z.
         init_std: σ at the start; None is `prior_std`. For a trained network see `of_trained`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
@@ -55,8 +54,7 @@ class NodeBNN(NodePosterior):
             component gets 1/K of the gradient. None: the weights' rate.
         latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
         lr: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
-            batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
-            default optimizer.
+            batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the default one.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
@@ -176,8 +174,7 @@ class RankOneBNN(NodePosterior):
         annealing: β; None is constant 1.
         layers: name patterns of the layers with factors; None is every linear and convolutional layer.
         batch_norm: "frozen" keeps the running statistics, for a pretrained network; "trained" updates them.
-        latent_lr: learning rate of the factors for one component; the parameter group uses K times that. None: the
-            weights' rate.
+        latent_lr: learning rate of the factors for one component; their group uses K times that. None: the weights'.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
@@ -223,6 +220,5 @@ class RankOneBNN(NodePosterior):
         )
         self.prior_std, self.init_std, self.modulation = prior_std, init_std, start
         self.family = one_of("family", family, get_args(Family))
-        # The paper's code sums the KLs of the components. The bound on the mixture's KL has their mean, less a term for
-        # overlapping components.
+        # The paper's code sums the components' KLs; the bound on the mixture's has their mean, less a term for overlaps.
         self.complexity = Complexity(prior_std, self.widths, family=family)

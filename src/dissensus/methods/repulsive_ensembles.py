@@ -381,8 +381,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         h = ((middle if self.bandwidth == "median" else middle.square()) / math.log(members)).clamp(min=FLOOR)
         share = torch.softmax(-squared / h, dim=1)
         force: Tensor = (2 / h) * (share @ p - p)  # (M, k)
-        lifted: Tensor = force @ basis
-        return lifted
+        return force @ basis
 
     def _prior_slope(self, features: Tensor) -> Tensor:
         """The derivative of the prior's −log density, elementwise."""
@@ -491,12 +490,16 @@ class SVGD(StackedPosterior):
             return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
+            def loss(f: Tensor) -> tuple[Tensor, tuple[()]]:
+                return member.likelihood.nll(f, batch.y, batch.weight), ()
+
             outputs = full_precision(batches.call_network(member.network, batch.x))
-            nll = member.likelihood.nll(outputs, batch.y, batch.weight)
-            (u,), _ = spaces.differentiate(
-                lambda f: (member.likelihood.nll(f, batch.y, batch.weight), ()), outputs.detach()
+            (u,), _ = spaces.differentiate(loss, outputs.detach())
+            return (
+                loss(outputs)[0],
+                outputs,
+                spaces.attach_to_graph(self.particles.exchange.scale_by_fraction(u), outputs),
             )
-            return nll, outputs, spaces.attach_to_graph(self.particles.exchange.scale_by_fraction(u), outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": spaces.outputs_as_points(outputs, batch.weight), "slopes": u}

@@ -24,8 +24,7 @@ EXTRA = 10  # extra directions of the randomised range finder beyond the rank (H
 class Lengthscales:
     """The metric of FoRDE's kernel on unit input gradients; made by `pca_lengthscales`.
 
-    Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors: members repel each other most in directions of
-    large precision.
+    Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors: members repel most where the precision is large.
 
     Args:
         eigenvectors: (D, R), orthonormal columns, in the D flattened input features.

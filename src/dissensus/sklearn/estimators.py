@@ -204,8 +204,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains on rows X with targets y; returns the estimator.
 
-        A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
-        each row counts.
+        A DataFrame and a Series are paired by their index; the order of rows does not matter. `sample_weight`: counts of rows.
         """
         validation = 0.0 if self.validation is None else self.validation
         if cross := isinstance(self.conformal, str):

@@ -157,8 +157,7 @@ def _shape_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes) -> Ite
 
 
 def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]], stored: Any) -> Counter[str]:
-    """Name of a tensor of drawn functions -> number of functions that have it, over all parts of the draw; `stored`: the
-    sizes of these parts."""
+    """Name of a tensor of drawn functions -> number of functions that have it, over all parts; `stored`: the parts' sizes."""
     rows: Counter[str] = Counter()
     if isinstance(stored, list):
         rows["stored"] = sum(size for size in stored if type(size) is int and size > 0)

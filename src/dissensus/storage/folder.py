@@ -48,16 +48,10 @@ from dissensus.utils.shared_tensors import copy_sharing_tensors, memory_place
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
-FIELDS = {
-    "format": int,
-    "method": str,
-    "arguments": dict,
+FIELDS = {"format": int, "method": str, "arguments": dict, "tied": dict, "strides": dict, "checksum": str} | {
     "likelihood": {"name": str, "arguments": dict},
     "network": {"structure": list, "attributes": dict, "name": str | None, "arguments": dict | None},
-    "tied": dict,
-    "strides": dict,
     "kept": {"frozen": list, "eval": list, "loop": list},
-    "checksum": str,
 }
 METADATA, CHECKSUM = "dissensus", "checksum"
 OWN, SHARED = "particles.own.", "particles.shared."
@@ -99,28 +93,25 @@ def save(
         got = f"a difference in '{other or 'modes'}'"
         raise ValueError(f"expected members that differ only in registered tensors, got {got}; register it as a buffer")
     drop_stale_guarantees(posterior)
-    posterior = without_watchers(posterior)
+    posterior = copy.copy(posterior)
+    posterior._modules = {**posterior._modules, "watchers": Watchers()}  # these are saved one by one
     with posterior.particles.lock_network():
         tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.
         cutter = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
+    known, meaning = type(network) in NETS.values(), _likelihood_arguments(posterior, targets, unit)
+    built = (
+        {"name": type(network).__name__, "arguments": network.config} if known else {"name": None, "arguments": None}
+    )
     config = {
         "format": FORMAT,
         **class_fields(posterior),
         "arguments": posterior.config(),
         **({"base": {**class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
-        "likelihood": {
-            "name": type(posterior.likelihood).__name__,
-            "arguments": _likelihood_arguments(posterior, targets, unit),
-        },
-        "network": {
-            "structure": layer_lines(network),
-            **posterior.initial_network,
-            "name": type(network).__name__ if type(network) in NETS.values() else None,
-            "arguments": network.config if type(network) in NETS.values() else None,
-            **({"cut": True} if has_converted_layers(posterior) else {}),
-        },
+        "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": meaning},
+        "network": {"structure": layer_lines(network), **posterior.initial_network, **built}
+        | ({"cut": True} if has_converted_layers(posterior) else {}),
         "tied": ties,
         "strides": strides_of(tensors),
         "kept": describe_modes(posterior),
@@ -152,8 +143,7 @@ def load(
 ) -> Posterior:
     """Loads a saved posterior, with exactly the saved tensors, on the CPU and in eval mode.
 
-    Frozen parameters, and layers put in eval mode by hand, stay so in further training. Loading does not change torch's
-    random state.
+    Frozen parameters, and layers put in eval mode by hand, stay so in training. Torch's random state does not change.
 
     Args:
         folder: a folder written by `save`.
@@ -205,13 +195,6 @@ def rebuild(
     for promise in stored_guarantees(posterior).values():
         promise.facts.setdefault("fitted_to", posterior.fingerprint())  # files of earlier versions do not say it
     return posterior.eval()
-
-
-def without_watchers(posterior: Posterior) -> Posterior:
-    """The same posterior as it is saved: its watchers are saved one by one."""
-    view = copy.copy(posterior)
-    view._modules = {**posterior._modules, "watchers": Watchers()}
-    return view
 
 
 def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -326,10 +309,8 @@ def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) 
     if not isinstance(likelihood, RealTargets):
         raise TypeError(f"expected a regression for targets and unit, got {type(likelihood).__name__}; leave them out")
     if targets is not None and (posterior.promises or posterior.calibration is not None):
-        raise ValueError(
-            "expected targets= for a posterior without calibration and promises, got some, fitted to standardised "
-            "targets; save without them and with targets=, load, and fit them again"
-        )
+        got = "some, fitted to standardised targets; save without them and with targets=, load, and fit them again"
+        raise ValueError(f"expected targets= for a posterior without calibration and promises, got {got}")
     if targets is not None:
         likelihood.set_target_scale(targets)
     likelihood.unit = unit or likelihood.unit
@@ -398,13 +379,11 @@ def _fill_member(
     sources = {SHARED + name.removeprefix(OWN) if name.startswith(OWN) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
         raise ValueError(TIES)
-    found = {
-        mine: copy_with_strides(tensors[name][index], strides[name][1:])
-        if name.startswith(OWN)
-        else copy_with_strides(tensors[name], strides[name])
-        for mine, name in sources.items()
-        if mine in expected
+    rows = {
+        name: (t[index], strides[name][1:]) if name.startswith(OWN) else (t, strides[name])
+        for name, t in tensors.items()
     }
+    found = {mine: copy_with_strides(*rows[name]) for mine, name in sources.items() if mine in expected}
     with torch.no_grad():
         fill_tensors(member, {**found, **{name: found[source] for name, source in ties.items()}})
     return member.eval()

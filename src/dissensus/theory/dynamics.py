@@ -213,8 +213,7 @@ def ensemble_dynamics(
         points: inputs (n, D) at which outputs are predicted; None means x.
         kernels: a function (x1, x2) -> `EmbeddedKernels`, such as functools.partial(embedded_kernels, depth=2, …).
         members: number of members, M.
-        gamma: M trains shared weights with the sum of the members' gradients (independent regime), 1 with their mean
-            (collective regime).
+        gamma: M trains shared weights with the sum of the members' gradients (independent), 1 with their mean (collective).
 
     Returns:
         `EnsembleDynamics`: `.members(…)` and `.law(…)` give outputs at any time, `.largest_rate` the stability limit.

@@ -67,8 +67,7 @@ class Link:
 def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs; None if unknown."""
     links = chain(posterior, modulations)
-    low, high = (propagate_chain(links, equal=equal) for equal in (False, True))
-    pairs = zip(low, high, strict=True)
+    pairs = zip(*(propagate_chain(links, equal=equal) for equal in (False, True)), strict=True)
     told = [a if a is not None and b is not None and abs(a - b) <= APART else None for a, b in pairs]
     return told[0], told[1]
 
@@ -288,12 +287,8 @@ def largest_rate(outputs: MemberOutputs, y: Tensor | None = None) -> float | Non
 
         def eigenvalue(weights: float, factors: float) -> float:
             nonlocal vector
-            rates = {
-                name: factors
-                if name in outputs.factors
-                else weights * (gamma / members if name in outputs.shared else 1.0)
-                for name in outputs.tensors
-            }
+            rates = {name: weights * (gamma / members if name in outputs.shared else 1.0) for name in outputs.tensors}
+            rates |= dict.fromkeys(outputs.factors, factors)
             value, vector = _lanczos(outputs, back, rates, vector)
             return value
 
@@ -462,13 +457,11 @@ class Regime:
             effective = f"{self.effective_members:.1f} effective members, for random weights without biases"
             rows.append(("correlation predicted", _two_decimals(self.correlation), effective))
         if self.measured_correlation is not None:
-            rows.append(
-                ("correlation measured", _two_decimals(self.measured_correlation), "these members on the inputs")
-            )
+            value = _two_decimals(self.measured_correlation)
+            rows.append(("correlation measured", value, "these members on the inputs"))
         if self.members > 1 and self.overlap is not None:
-            where = (
-                f"independent up to {FEW:g}, collective from {MANY:g}; {'measured' if self.measured else 'wide limit'}"
-            )
+            source = "measured" if self.measured else "wide limit"
+            where = f"independent up to {FEW:g}, collective from {MANY:g}; {source}"
             rows.append(("(M − 1) kernel overlap κ", _two_decimals((self.members - 1) * self.overlap), where))
         if self.rate is not None:
             rows.append(("largest stable rate", f"{self.rate:.3g}", "SGD without momentum on the inputs"))
@@ -501,7 +494,9 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     embedded: Any = posterior
     members, gamma = posterior.particles.members, float(embedded.gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
-    crowding = crowding_of(members, chain(posterior, modulations)) if members > 1 else 0.0
+    links = chain(posterior, modulations) if members > 1 else []
+    factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
+    crowding = max([(members - 1) / each.shape[1] for each in factors if each is not ONES], default=0.0)
     rate = found = None
     if x is not None:
         check_examples(x)
@@ -530,13 +525,6 @@ def regime_kind(members: int, overlap: float | None, correlation: float | None, 
         return "collective"
     apart = correlation is None or max(members - 1, 2) * correlation <= FEW
     return "independent" if (members - 1) * overlap <= FEW and apart and bound <= 1 else "between"
-
-
-def crowding_of(members: int, links: Sequence[Link]) -> float:
-    """(M − 1)/N of the narrowest hidden layer whose nodes have factors; 0 if none has."""
-    factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
-    widths = [each.shape[1] for each in factors if each is not ONES]
-    return (members - 1) / min(widths) if widths else 0.0
 
 
 def remedy_of(posterior: Posterior) -> str:

@@ -313,12 +313,10 @@ def _propagate(steps: list[nn.Module], units: UnitMoments, law: _WeightLaw, *, w
             if broken:
                 raise ValueError(f"expected {requirement}")
         if isinstance(layer, nn.Linear | NTKLinear):
-            moments = _weight_moments(layer, layer.in_features, law)
-            units = after_weights(flat_mean(units), **moments)
+            units = after_weights(flat_mean(units), **_weight_moments(layer, layer.in_features, law))
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
-            moments = _weight_moments(layer, layer.weight[0].numel(), law)
-            units = after_weights(patch_means(units, layer), **moments)
+            units = after_weights(patch_means(units, layer), **_weight_moments(layer, layer.weight[0].numel(), law))
             width = layer.out_channels
         elif isinstance(layer, nn.Flatten):
             if units.layout != "vector":
@@ -366,12 +364,8 @@ def _requirements(layer: nn.Module, units: UnitMoments, law: _WeightLaw, width: 
 def _weight_moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _WeightLaw) -> dict[str, float]:
     trained_bias = layer.bias is not None and layer.bias.requires_grad
     gradient = float(fan_in if law.standard else 1) if layer.weight.requires_grad else 0.0
-    return {
-        "variance": law.variance,
-        "bias": law.bias if layer.bias is not None else 0.0,
-        "weight_gradient": gradient,
-        "bias_gradient": float(trained_bias),
-    }
+    moments = {"variance": law.variance, "bias": law.bias if layer.bias is not None else 0.0}
+    return moments | {"weight_gradient": gradient, "bias_gradient": float(trained_bias)}
 
 
 def _propagate_residual(layer: Residual, units: UnitMoments, law: _WeightLaw, width: int) -> UnitMoments:
@@ -381,13 +375,9 @@ def _propagate_residual(layer: Residual, units: UnitMoments, law: _WeightLaw, wi
     if branch.cross.shape != units.cross.shape:
         got = f"{tuple(branch.cross.shape[:2])} from {tuple(units.cross.shape[:2])}"
         raise ValueError(f"expected a branch that keeps the image's size, got {got}; pad its convolutions")
-    return replace(
-        units,
-        cross=units.cross + branch.cross,
-        tangent=None if units.tangent is None or branch.tangent is None else units.tangent + branch.tangent,
-        weighted=branch.weighted,
-        activations=branch.activations,
-    )
+    both = replace(units, weighted=branch.weighted, activations=branch.activations, cross=units.cross + branch.cross)
+    trained = units.tangent is not None and branch.tangent is not None
+    return replace(both, tangent=units.tangent + branch.tangent if trained else None)
 
 
 def _propagate_activation(layer: nn.Module, units: UnitMoments) -> UnitMoments:

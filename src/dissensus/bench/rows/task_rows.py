@@ -128,18 +128,11 @@ def task_data(
     def foreign_rows(rows: TaskRows) -> TaskRows:  # for a segmentation they are pixels of its test rows
         return split_test_rows(rows)[0] if kind == "segmentation" else rows.sample(ood_rows, seed=seed)
 
-    return TaskData(
-        kind=kind,
-        classes=classes,
-        train=training,
-        validation=held,
-        calibration=held_test,
-        test=test,
-        ood={each: foreign_rows(rows) for each, rows in other_sets("ood", FOREIGN).items()},
-        shift=other_sets("shift", SHIFTED, **options),
-        standardiser=_input_standardiser(training, standardise),
-        targets=_target_standardiser(training, targets, kind),
-    )
+    rows = {"train": training, "validation": held, "calibration": held_test, "test": test}
+    foreign = {each: foreign_rows(found) for each, found in other_sets("ood", FOREIGN).items()}
+    others = {"ood": foreign, "shift": other_sets("shift", SHIFTED, **options)}
+    scaled = _input_standardiser(training, standardise), _target_standardiser(training, targets, kind)
+    return TaskData(kind=kind, classes=classes, **rows, **others, standardiser=scaled[0], targets=scaled[1])
 
 
 def _add_label_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:

@@ -121,20 +121,13 @@ def function_rows(name: str, asked: DataRequest, **options: Any) -> DatasetRows:
     for key in found:
         one_of(f"a key of what {name} returns", key, MADE)
     learn = RowConverter(asked.kind, found["train"], f"train of {name}", found.get("classes"))
-    elsewhere: dict[str, dict[str, TaskRows]] = {"ood": {}, "shift": {}}
+    elsewhere: dict[str, Any] = {"ood": {}, "shift": {}}
     for key, sets in elsewhere.items():
         for each, rows in dict(found.get(key, {})).items():
             sets[str(each)] = learn.rows(rows, f"{key} {each!r} of {name}", labelled=key == "shift")
     validation = learn.rows(found["validation"], f"validation of {name}") if "validation" in found else None
-    return DatasetRows(
-        learn.train,
-        learn.rows(found["test"], f"test of {name}"),
-        learn.classes,
-        validation,
-        ood=elsewhere["ood"],
-        shift=elsewhere["shift"],
-        sorted=True,
-    )
+    test = learn.rows(found["test"], f"test of {name}")
+    return DatasetRows(learn.train, test, learn.classes, validation, **elsewhere, sorted=True)
 
 
 @contextmanager
@@ -180,16 +173,12 @@ def folder_rows(
         images, _ = image_stack(folder, size=size, channels=channels)
         return TaskRows(images, torch.zeros(len(images), dtype=torch.int64))
 
-    held = root / "validation"
-    return DatasetRows(
-        TaskRows(train.images, train.labels),
-        labelled_rows(root / "test"),
-        classes,
-        labelled_rows(held) if held.is_dir() else None,
-        ood={each.name: foreign_rows(each) for each in subfolders(root / "ood")},
-        shift={each.name: labelled_rows(each) for each in subfolders(root / "shift")},
-        sorted=True,
-    )
+    test, held = labelled_rows(root / "test"), root / "validation"
+    validation = labelled_rows(held) if held.is_dir() else None
+    ood = {each.name: foreign_rows(each) for each in subfolders(root / "ood")}
+    shift = {each.name: labelled_rows(each) for each in subfolders(root / "shift")}
+    learned = TaskRows(train.images, train.labels)
+    return DatasetRows(learned, test, classes, validation, ood=ood, shift=shift, sorted=True)
 
 
 def table_rows(

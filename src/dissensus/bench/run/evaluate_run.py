@@ -52,8 +52,7 @@ def evaluation_of_run(
 ) -> Evaluation:
     """The Evaluation of a trained run in a folder.
 
-    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: the posterior with
-    the task's [calibration].
+    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: with [calibration].
     """
     corrupted, chosen = (
         read_counts(splits.pop(each)) if each in splits else None
@@ -71,13 +70,9 @@ def evaluation_of_run(
     facts = read_json(folder / "training.json")
     if not is_number(facts.get("seconds")):
         raise damage_error(folder / "training.json", "without 'seconds'")
-    evaluation = replace(
-        evaluation,
-        metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-        notes={"classes": "\n".join(data.classes)}
-        | precision_note(config.precision)
-        | collapse_note(posterior, evaluation.metrics),
-    )
+    notes = {"classes": "\n".join(data.classes)} | precision_note(config.precision)
+    notes |= collapse_note(posterior, evaluation.metrics)
+    evaluation = training_watch.with_metrics(replace(evaluation, notes=notes), {"cost/train_seconds": facts["seconds"]})
     if prediction_splits.GRID in splits:
         on_grid = read_predictions(splits[prediction_splits.GRID]).predictive
         evaluation = with_grid(evaluation, on_grid, prediction_splits.geometry_of(config, data), data.train.y)
@@ -191,9 +186,8 @@ def with_reference(evaluation: Evaluation, test: Predictions, reference: Predict
     """Adds against/agreement (of classes) and against/total_variation between this predictive and the reference's."""
     distances = _distances(test.predictive, reference.predictive)
     found = {f"against/{name}": float(each.mean()) for name, each in distances.items()}
-    return training_watch.with_metrics(
-        evaluation, found, {f"against/{name}": each.float() for name, each in distances.items()}
-    )
+    arrays = {f"against/{name}": each.float() for name, each in distances.items()}
+    return training_watch.with_metrics(evaluation, found, arrays)
 
 
 def with_reference_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:

@@ -218,12 +218,8 @@ def split_writer(
         about = f"{len(attacks.names)} attacks × {len(attacks.epsilons)} ε on {len(rows.y)} inputs"
         tell(about)
         bounds = (0.0, 1.0) if data.has_images else None
-        found = attacked_inputs(
-            functions,
-            loader(rows),
-            replace(attacks, standardiser=data.standardiser, bounds=bounds),
-            tell=lambda done: tell(f"{about}: {done} done"),
-        )
+        asked = replace(attacks, standardiser=data.standardiser, bounds=bounds)
+        found = attacked_inputs(functions, loader(rows), asked, tell=lambda done: tell(f"{about}: {done} done"))
         return lambda path: write_attacked(path, found)
     tell(split)
     rows = _split_rows(split, config, data)

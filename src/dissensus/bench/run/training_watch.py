@@ -114,8 +114,7 @@ NOISE = ("noise/memorised", "noise/recovered", "noise/clean")
 def compare_with_labels(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
     """Whether predicted classes (N,) of training rows equal the wrong label, the true label, or, at clean rows, the label.
 
-    noise/memorised and noise/recovered are (W,), for the W rows with a wrong label; noise/clean is (N − W,). Empty without
-    wrong labels.
+    noise/memorised and noise/recovered are (W,), for the W rows with a wrong label; noise/clean is (N − W,). Empty if W = 0.
     """
     if rows.true_labels is None:
         return {}

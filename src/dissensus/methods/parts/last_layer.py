@@ -75,8 +75,7 @@ class LinearLayer:
         inputs = kernel.shape[1]
         found = {weight: matrix[..., :inputs].reshape(*matrix.shape[:-1], inputs, *kernel.shape[2:])}
         found |= {name: matrix[..., inputs] for name, _ in bias}
-        copies = {name: t.to(kernel.dtype, copy=True) for name, t in found.items()}
-        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in copies.items()}
+        return {name: t.to(kernel.dtype).clone(memory_format=torch.contiguous_format) for name, t in found.items()}
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(n, C) one row per position, in float64, from a tensor with the layer's channel axis."""
@@ -402,14 +401,9 @@ class Curvature(nn.Module):
 
 def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
-    return {
-        "mean": mean,
-        "eigenvalues": values,
-        **dict(zip(names, vectors, strict=True)),
-        "log_likelihood": log_likelihood,
-        "precision": torch.ones_like(log_likelihood),
-        "layer": torch.tensor(layer, device=mean.device),
-    }
+    found = {"mean": mean, "eigenvalues": values, **dict(zip(names, vectors, strict=True))}
+    found |= {"log_likelihood": log_likelihood, "precision": torch.ones_like(log_likelihood)}
+    return found | {"layer": torch.tensor(layer, device=mean.device)}
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Sampling: networks are trained as usual; functions are drawn by sampling weights around each network.
 
 A method only defines how weights are sampled (`sample`), or has a recorder that watches the training and samples
-(`RecordingPosterior`). Drawing, re-estimating batch statistics, and storing, saving and loading the draw are done here, for
-one network or many.
+(`RecordingPosterior`). Drawing, re-estimating batch statistics, and storing, saving and loading the draw are done here.
 """
 
 from __future__ import annotations
