@@ -230,10 +230,8 @@ def _free_axes(x: Inputs, dynamic: Mapping[Any, Any]) -> list[Axes]:
 
 def _first_half(x: Inputs, axes: Sequence[Axes]) -> Inputs:
     """x with the first half of every free axis."""
-    free = iter(axes)
-    return batches.map_tensors(
-        x, lambda tensor: reduce(lambda t, a: t.narrow(a, 0, (t.shape[a] + 1) // 2), next(free), tensor)
-    )
+    half, free = lambda tensor, axis: tensor.narrow(axis, 0, (tensor.shape[axis] + 1) // 2), iter(axes)
+    return batches.map_tensors(x, lambda tensor: reduce(half, next(free), tensor))
 
 
 def _at_least_two_rows(x: Inputs) -> Inputs:
@@ -256,10 +254,9 @@ def _with_outputs(posterior: Posterior, module: ExportedPosterior, given: Inputs
     pairs = zip(first.defining_tensors(), again.defining_tensors(), strict=True)
     # GPUs may round differently.
     if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
-        raise ValueError(
-            f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
-            "ds.refresh(posterior, training_loader) first (no network that draws in eval mode can be exported)"
-        )
+        got = f"{type(posterior).__name__} with a new draw each time; call ds.refresh(posterior, training_loader) first"
+        why = "no network that draws in eval mode can be exported"
+        raise ValueError(f"expected equal predictions in every call, got {got} ({why})")
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
     close = max(CLOSE, ROUNDINGS * rounding)
     least, most = (module.outputs(first, slack) for slack in (-close, close))
@@ -357,9 +354,8 @@ def onnx_content(
 
     given, found = [f"input {name}" for name in inputs], [f"output {name}" for name in outputs]  # torch has no spaces
     with TorchStateGuard("torch.onnx"):  # which logs missing packages
-        made = torch.onnx.export(
-            program, dynamo=True, input_names=given, output_names=found, verbose=False, optimize=True
-        )
+        called: dict[str, Any] = {"input_names": given, "output_names": found}
+        made = torch.onnx.export(program, dynamo=True, verbose=False, optimize=True, **called)
     model: Any = made.model_proto  # type: ignore[union-attr]
     _strip_metadata(model)
     _name_axes(model.graph, axes)

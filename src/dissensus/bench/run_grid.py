@@ -57,9 +57,8 @@ def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
         for axis, i in here:
             for key, values in axis.settings.items():
                 if _is_read(key, methods):
-                    settings = apply_override(
-                        settings, f"{key}={json.dumps(values[i])}", methods=methods, beside=str(task.folder or "")
-                    )
+                    change = f"{key}={json.dumps(values[i])}"
+                    settings = apply_override(settings, change, methods=methods, beside=str(task.folder or ""))
         at = {axis.name: axis.values[i] for axis, i in here}
         name = "-".join(f"{axis}{value:g}" for axis, value in at.items())
         check_task(settings, f"{task.name}, {name}")
@@ -173,26 +172,24 @@ def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell]
     """The page of a grid: quality over the first axis, learning curves, results and differences in every cell."""
     first, first_axis = measured[0].results, axes[0]
     palette, (every, against) = colours(list(first.methods)), compare_cells(measured, baseline)
-    drawn = figure_sections.setting_figure(
-        quality_rows(axes, measured), label=first_axis.label, log=first_axis.log, palette=palette
-    )
+    shown = quality_rows(axes, measured)
+    drawn = figure_sections.setting_figure(shown, label=first_axis.label, log=first_axis.log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=first_axis.label))}
     learning = {cell_label(axes, each.cell): figure_sections.learning_data(each.results) for each in measured}
     if learned := {label: found for label, found in learning.items() if found}:
         figures["curves.png"] = (figure_sections.learning_figure(learned, palette=palette), LEARNING)
     count = len(next(iter(first.methods.values())))
     results = [tables.main_table(*each[1:]) for each in measured]
-    differences = [
-        tables.difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
-    ]
+    pairs = zip(measured, against, strict=True)
+    differences = [tables.difference_table(*each[1:3], found, baseline) for each, found in pairs]
     told = f"{DIFFERENCES} {comparison_sentence(first, every)}"
-    shown = [
+    sections = [
         (f"Results{f' of {count} seeds' if count > 1 else ''}", RESULTS, join_tables(axes, measured, results)),
         (f"Differences to {baseline}", told, join_tables(axes, measured, differences)),
     ]
     said = focus_sentences(axes, measured, against, first.focus, baseline)
     texts = {"results.csv": results_csv(measured)}
-    return CellsPage(task.title, first.description, said, first.facts, shown, figures, texts)
+    return CellsPage(task.title, first.description, said, first.facts, sections, figures, texts)
 
 
 def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Family, list[Family]]:
@@ -211,11 +208,8 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
     def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}
 
-    names = [each.cell.name for each in measured]
-    return every, [
-        Family(entries_of_cell(name, every.comparisons), entries_of_cell(name, every.p_values), every.level)
-        for name in names
-    ]
+    both, names = (every.comparisons, every.p_values), [each.cell.name for each in measured]
+    return every, [Family(*(entries_of_cell(name, table) for table in both), every.level) for name in names]
 
 
 def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], each_table: Sequence[Table]) -> Table:

@@ -278,13 +278,11 @@ def expand_weight(weight: Tensor | None, like: Tensor, counted: Tensor | None = 
     return found if counted is None else found * counted
 
 
-def log_prob_sum(
-    likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def log_prob_sum(likelihood: Likelihood, found: Predictive, y: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
     counted = likelihood.target_mask(y)
-    known = counted is None or predictive.ignore_index is not None
-    log_prob = predictive.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
+    known = counted is None or found.ignore_index is not None
+    log_prob = found.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
     w = expand_weight(weight, log_prob, counted)
     return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # avoids 0 · −∞ for positions that do not count
 

@@ -137,11 +137,8 @@ class Particles(nn.Module):
         alike = equal_frozen_names(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        held = {
-            name: [alias(rows[name][0], trained=False)]
-            for name in alike
-            if len(networks) > 1 and is_one_tensor(rows[name])
-        }
+        once = [name for name in alike if len(networks) > 1 and is_one_tensor(rows[name])]
+        held = {name: [alias(rows[name][0], trained=False)] for name in once}
         mine, common = split_trees({**rows, **held}, own=lambda n: n == NUMBER or rule(n), kept=kept, held=held)
         templates = [empty_copy(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)

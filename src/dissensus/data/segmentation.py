@@ -252,9 +252,7 @@ def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: PixelSize 
     return read_pairs(chosen, classes, void=VOID, size=size)
 
 
-def _find_pairs(
-    name: str, places: Sequence[str], parts: Sequence[str], folder: Folder, *, ending: str = ""
-) -> list[Pair]:
+def _find_pairs(name: str, places: Sequence[str], parts: list[str], folder: Folder, *, ending: str = "") -> list[Pair]:
     """The pairs of two folders, `parts`, in the first of `places` in the user's folder that contains the first."""
     found = find_place(folder, [f"{place}/{parts[0]}" for place in places], f"{name} ({' and '.join(parts)})")
     root = found.parents[parts[0].count("/")]

@@ -208,10 +208,8 @@ class Mesh:
             device: where tensors of what was found shall lie.
         """
         left, window, seen = iter(batches), list[Any](), 0
-        drawn, about = (
-            portion.drawn,
-            {"calls": work.__qualname__, "calibrations and promises": tree_checksum([*seen_by])},
-        )
+        about = {"calls": work.__qualname__, "calibrations and promises": tree_checksum([*seen_by])}
+        drawn = portion.drawn
         seeds = [each.seed for each in drawn.modules() if isinstance(each, DrawnFunctions)]
         about["functions"] = tree_checksum([*drawn.parameters(), *drawn.buffers(), seeds])
         most = portion.max_ranks if isinstance(portion, MeshFunctionPartition) else 1

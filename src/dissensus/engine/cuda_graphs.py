@@ -134,16 +134,14 @@ class CapturedCalls:
         key: Hashable,
         function: Callable[[], Any],
         inputs: Sequence[Tensor],
-        generators: Sequence[torch.Generator] = (),
+        generators: Sequence[torch.Generator],
     ) -> Graph | None:
         """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails."""
         # If it fails, it is tried once more after plain calls in which the constants that the function makes are kept.
-        pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
-        constants = self.constants.get(key)
+        pool, constants = next((graph.graph.pool() for graph in self.graphs.values()), None), self.constants.get(key)
+        how: dict[str, Any] = {"pool": pool, "generators": generators, "constants": constants, "relaxed": self.relaxed}
         try:
-            self.graphs[key] = Graph(
-                function, inputs, pool=pool, generators=generators, constants=constants, relaxed=self.relaxed
-            )
+            self.graphs[key] = Graph(function, inputs, **how)
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
             if constants is None and not self.compiled and not isinstance(error, torch.OutOfMemoryError):
@@ -423,11 +421,13 @@ class CapturedFunction(CapturedCalls):
         with torch.cuda.device(device), preserve_random_state(device):
             self._drop_if_changed()
             graph = self.graphs.get(key)
-            if graph is None and (self._can_capture_first() or self.should_capture(key)):
+            # The first batch of several can be captured before any has run, if kernels can be loaded without it.
+            first, self.at_once = self.at_once and not self.failed and self._loads_kernels, False
+            if graph is None and (first or self.should_capture(key)):
                 with self.context():
                     held = batches.map_tensors(x, torch.clone)
                     self._load_kernels(held)
-                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held))
+                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held), ())
                 if graph is None:
                     self.graphs.clear()
                 elif self.side_stream is not None:
@@ -437,11 +437,6 @@ class CapturedFunction(CapturedCalls):
             timing = timed_convolutions(device) if self.timed else nullcontext()
             with self.context(), self.record_constants(key), timing:
                 return self.function(x)
-
-    def _can_capture_first(self) -> bool:
-        """Whether this is the first batch of several and can be captured before any has run."""
-        at_once, self.at_once = self.at_once, False
-        return at_once and not self.failed and self._loads_kernels
 
     @property
     def _loads_kernels(self) -> bool:

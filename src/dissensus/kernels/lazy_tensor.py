@@ -106,11 +106,8 @@ class PendingTensor(Tensor):
         if func in SUMS and len(args) == 2 and not kwargs:
             mine, other = args if isinstance(first, PendingTensor) else reversed(args)
             in_place = SUMS[func]
-            if (
-                (not in_place or mine is first)
-                and mine.result is None
-                and (total := mine.fuse_addition(other)) is not None
-            ):
+            waits = mine.result is None and (not in_place or mine is first)
+            if waits and (total := mine.fuse_addition(other)) is not None:
                 if not in_place:
                     return total
                 vars(mine).update(vars(total))

@@ -248,9 +248,7 @@ class Losses(NamedTuple):
 class Anchors:
     """K sets of weights that points combine (the first ones are members), and the batches for the losses."""
 
-    def __init__(
-        self, posterior: Posterior, members: Sequence[int], loader: Iterable[Any], statistics: Statistics
-    ) -> None:
+    def __init__(self, posterior: Posterior, members: Sequence[int], loader: Any, statistics: Statistics) -> None:
         if isinstance(statistics, str):
             one_of("statistics", statistics, ("stored", "recomputed"), hint="or pass a loader")
         with inference_context(expect_posterior(posterior)):

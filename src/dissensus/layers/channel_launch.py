@@ -90,12 +90,10 @@ def multiply_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tupl
     return for_x, for_factors
 
 
-def normalise_channels(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout
-) -> Tensor:
-    """(x − mean) / √(var + eps) · weight + bias, each (C,)."""
+def normalise_channels(x: Tensor, m: Tensor, v: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout) -> Tensor:
+    """(x − m) / √(v + eps) · weight + bias, each (C,)."""
     y = torch.empty_like(x)
-    _launch("normed", at, x, mean, var, weight, bias, y, eps)
+    _launch("normed", at, x, m, v, weight, bias, y, eps)
     return y
 
 

@@ -151,9 +151,8 @@ class DropoutFunctions(DrawnFunctions):
         """Site and call -> masks (M, *features) of the sites that function passes; it is run once per input shape."""
         shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.input_tensors(x))
         if any(isinstance(length, torch.SymInt) for shape in shapes for length in shape):
-            raise ValueError(
-                "expected inputs of one shape for dropout masks, got dynamic axes; export without dynamic="
-            )
+            got = "dynamic axes; export without dynamic="
+            raise ValueError(f"expected inputs of one shape for dropout masks, got {got}")
         if shapes not in self._known_masks:
             met: Tensors = {}
 
@@ -189,9 +188,7 @@ class DropoutNetwork(nn.Module):
 
     def __init__(self, network: nn.Module, masks: "Masks", index: int) -> None:
         super().__init__()
-        self.network = network.eval()
-        self.masks = masks
-        self.index = index
+        self.network, self.masks, self.index = network.eval(), masks, index
 
     def train(self, mode: bool = True) -> "DropoutNetwork":
         self.training = mode  # the function is fixed in either mode

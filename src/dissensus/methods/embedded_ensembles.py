@@ -52,8 +52,7 @@ class EmbeddedPosterior(Posterior):
         self, particles: Particles, *, factors: Sequence[str], account: conversion.ConversionReport, **prior: Any
     ) -> None:
         super().__init__(particles, **prior)
-        self.account = account
-        self._factors = tuple(factors)
+        self.account, self._factors = account, tuple(factors)
         log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)
 
     @property
@@ -96,10 +95,8 @@ def gamma_note(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
     if not isinstance(posterior, EmbeddedPosterior) or SCALE_FREE.isdisjoint(kinds):
         return None
-    return (
-        f"γ = {posterior.gamma:g} has almost no effect with {type(optimizer).__name__}, which divides gradients by their "
-        "size; use SGD"
-    )
+    why = f"{type(optimizer).__name__}, which divides gradients by their size"
+    return f"γ = {posterior.gamma:g} has almost no effect with {why}; use SGD"
 
 
 def collapse_note(posterior: Posterior, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -124,10 +121,9 @@ def embed(
     mine: set[str] = set()
     for name, tensor in tensors_by_name(member).items():
         factor = factors.get(name.removeprefix("network."))
+        rows[name] = [tensor] * members
         if factor is not None:
             rows[name] = nn.Parameter(factor) if isinstance(tensor, nn.Parameter) else factor
-        else:
-            rows[name] = [tensor] * members
         if factor is not None or id(tensor) in own or name.startswith("likelihood."):
             mine.add(name)
     kept = member.state_dict()

@@ -32,12 +32,7 @@ class GaussianPerturbation(SamplingPosterior):
     draw_only_settings = (*SamplingPosterior.draw_only_settings, "noise")
 
     def __init__(
-        self,
-        networks: Networks,
-        *,
-        noise: float = 0.05,
-        samples: int = 20,
-        **prior: Unpack[MethodKeywords],
+        self, networks: Networks, *, noise: float = 0.05, samples: int = 20, **prior: Unpack[MethodKeywords]
     ) -> None:
         super().__init__(networks, samples=samples, **prior)
         self.noise = number("noise", noise, least=0, hint="it is relative to each tensor's rms")

@@ -495,11 +495,8 @@ class SVGD(StackedPosterior):
 
             outputs = full_precision(batches.call_network(member.network, batch.x))
             (u,), _ = spaces.differentiate(loss, outputs.detach())
-            return (
-                loss(outputs)[0],
-                outputs,
-                spaces.attach_to_graph(self.particles.exchange.scale_by_fraction(u), outputs),
-            )
+            u = self.particles.exchange.scale_by_fraction(u)
+            return loss(outputs)[0], outputs, spaces.attach_to_graph(u, outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": spaces.outputs_as_points(outputs, batch.weight), "slopes": u}

@@ -135,14 +135,9 @@ class Snapshots(nn.Module):
     def count_step(self) -> bool:
         """Whether to record the step just taken; call it once per step."""
         due = self.reads_next_step
-        if (
-            self.observed.add() == 1
-            and None in self.requested.values()
-            and not (self._is_waiting or self._read_plan()[3])
-        ):
-            log.warning(
-                "run of unknown length: every step is a snapshot; use ds.watching, or call begin(steps, 1) first"
-            )
+        first, advice = self.observed.add() == 1, "use ds.watching, or call begin(steps, 1) first"
+        if first and None in self.requested.values() and not (self._is_waiting or self._read_plan()[3]):
+            log.warning("run of unknown length: every step is a snapshot; %s", advice)
         return due
 
     def _read_plan(self) -> list[int]:

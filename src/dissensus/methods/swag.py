@@ -68,11 +68,9 @@ class GaussianRecorder(MeanRecorder):
     square_sum: Tensor
     deviations: Tensor
 
-    def __init__(
-        self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, posterior_temperature: float
-    ) -> None:
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, temperature: float) -> None:
         super().__init__(source, snapshots)
-        self.posterior_temperature = posterior_temperature
+        self.posterior_temperature = temperature
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), a ring buffer
 
@@ -143,10 +141,8 @@ class SWAG(RecordingPosterior):
         self.rank, self.start, self.every = integer("rank", rank), start, every
         hint = "the paper uses 0.5; 0 gives the mean alone"
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0, hint=hint)
-        snapshots = Snapshots(start, every, wanted=2 * rank)
-        self.recorder = GaussianRecorder(
-            self.recorded_weights, snapshots, rank=rank, posterior_temperature=posterior_temperature
-        )
+        how = {"rank": rank, "temperature": posterior_temperature}
+        self.recorder = GaussianRecorder(self.recorded_weights, Snapshots(start, every, wanted=2 * rank), **how)
 
     @property
     def mean(self) -> Tensors:

@@ -256,13 +256,9 @@ class WeightFilters(nn.Module):
         drift: Drift,
     ) -> None:
         super().__init__()
-        self.state_noise = state_noise
-        self.measurement_noise = measurement_noise
-        self.drift = drift
-        self.weights = dict(weights)
-        self.observed = Count()
-        self.means = TensorTree()
-        self.variances = TensorTree()
+        self.state_noise, self.measurement_noise, self.drift = state_noise, measurement_noise, drift
+        self.weights, self.observed = dict(weights), Count()
+        self.means, self.variances = TensorTree(), TensorTree()
         dtype = state_dtype(list(weights.values()))
         for name, weight in weights.items():
             self.means.add_tensor(name, torch.zeros_like(weight, dtype=dtype).detach())
@@ -410,9 +406,8 @@ class _FilterState:
         if moved:
             if sum(len(each.at) for each in moved) < len(weights):
                 work.zero_()
-            torch._foreach_copy_(
-                [self.work.views[i] for each in moved for i in each.at], [g for each in moved for g in each.gradients]
-            )
+            views = [self.work.views[i] for each in moved for i in each.at]
+            torch._foreach_copy_(views, [gradient for each in moved for gradient in each.gradients])
             # Non-finite gradients belong to a step that a gradient scaler skipped, so nothing moved. This is decided on the
             # device of the gradients, so that the host does not wait.
             total = work.sum()

@@ -87,9 +87,8 @@ def input_gradient_log_density(
     """
     unit = directions(to_kernel_precision(gradients))
     points, floor = _scale_directions(unit, lengthscales)
-    return batch_log_density(points, bandwidth, weight, floor=floor).to(
-        torch.promote_types(gradients.dtype, torch.float32)
-    )
+    found = batch_log_density(points, bandwidth, weight, floor=floor)
+    return found.to(torch.promote_types(gradients.dtype, torch.float32))
 
 
 def input_gradient_force(

@@ -306,10 +306,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         by_likelihood = judging is not None and means is None and posterior.judged_by is not None
         how = {"validation": judging, "patience": self.patience} if by_likelihood else {}
         how |= {"optimizer": optimizer, "scheduler": scheduler, "precision": "float32", "device": self.device}
-        callback = means if until is None else lambda epoch: epoch.epoch + 1 == until
-        self.history_ = fit(
-            posterior, batches, epochs=epochs, callback=callback, progress=False, draw=means is None, **how
-        )
+        how["callback"] = means if until is None else lambda epoch: epoch.epoch + 1 == until
+        self.history_ = fit(posterior, batches, epochs=epochs, progress=False, draw=means is None, **how)
         if means is not None:
             posterior.load_state_dict(means.state)
             self.history_.best = means.best
@@ -540,9 +538,8 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
     with read_errors(path, "save the estimator again"):
         state = json.loads(path.read_text())
         kinds = {"Classifier": Classifier, "Regressor": Regressor}
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()
-        }
+        saved: dict[str, Any] = state["arguments"]
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
         estimator = kinds[one_of("estimator", state["estimator"], kinds)](**given)
         estimator.n_features_in_ = int(state["columns"])
         if state["names"]:

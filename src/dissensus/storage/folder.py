@@ -101,16 +101,14 @@ def save(
         cutter = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
     known, meaning = type(network) in NETS.values(), _likelihood_arguments(posterior, targets, unit)
-    built = (
-        {"name": type(network).__name__, "arguments": network.config} if known else {"name": None, "arguments": None}
-    )
+    name, built = (type(network).__name__, network.config) if known else (None, None)
     config = {
         "format": FORMAT,
         **class_fields(posterior),
         "arguments": posterior.config(),
         **({"base": {**class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": meaning},
-        "network": {"structure": layer_lines(network), **posterior.initial_network, **built}
+        "network": {"structure": layer_lines(network), **posterior.initial_network, "name": name, "arguments": built}
         | ({"cut": True} if has_converted_layers(posterior) else {}),
         "tied": ties,
         "strides": strides_of(tensors),
@@ -371,17 +369,14 @@ def read_members(
         yield _fill_member(member, index, tensors, strides)
 
 
-def _fill_member(
-    member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]
-) -> Posterior:
+def _fill_member(member: MAP, m: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]) -> Posterior:
     """The posterior filled with one member's rows of own tensors, and with the shared tensors."""
     expected, ties = unique_tensors(member)  # a stack stores tied tensors once
     sources = {SHARED + name.removeprefix(OWN) if name.startswith(OWN) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
         raise ValueError(TIES)
     rows = {
-        name: (t[index], strides[name][1:]) if name.startswith(OWN) else (t, strides[name])
-        for name, t in tensors.items()
+        name: (t[m], strides[name][1:]) if name.startswith(OWN) else (t, strides[name]) for name, t in tensors.items()
     }
     found = {mine: copy_with_strides(*rows[name]) for mine, name in sources.items() if mine in expected}
     with torch.no_grad():

@@ -258,12 +258,8 @@ class MemberOutputs:
         template = self.particles.template
         fixed = {*template.always_eval, *self.particles.frozen_norms()}  # as in training
         layers = {n: each for n, each in statistics_layers(template).items() if n not in fixed}
-        with (
-            self.particles.lock_network(),
-            plain_attention(),
-            sdpa_kernel(SDPBackend.MATH),
-            statistics_mode(self.particles, layers),
-        ):
+        norms = statistics_mode(self.particles, layers)
+        with self.particles.lock_network(), plain_attention(), sdpa_kernel(SDPBackend.MATH), norms:
             yield
 
 
@@ -368,9 +364,7 @@ def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -
     return largest
 
 
-def _lanczos(
-    outputs: MemberOutputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
-) -> tuple[float, Tensor]:
+def _lanczos(outputs: MemberOutputs, back: Any, rates: dict[str, float], start: Tensor) -> tuple[float, Tensor]:
     """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector); power iteration needs ten times the products."""
     basis: list[Tensor] = []
     alphas: list[float] = []

@@ -376,8 +376,8 @@ def _propagate_residual(layer: Residual, units: UnitMoments, law: _WeightLaw, wi
         got = f"{tuple(branch.cross.shape[:2])} from {tuple(units.cross.shape[:2])}"
         raise ValueError(f"expected a branch that keeps the image's size, got {got}; pad its convolutions")
     both = replace(units, weighted=branch.weighted, activations=branch.activations, cross=units.cross + branch.cross)
-    trained = units.tangent is not None and branch.tangent is not None
-    return replace(both, tangent=units.tangent + branch.tangent if trained else None)
+    tangent = None if units.tangent is None or branch.tangent is None else units.tangent + branch.tangent
+    return replace(both, tangent=tangent)
 
 
 def _propagate_activation(layer: nn.Module, units: UnitMoments) -> UnitMoments:

@@ -8,11 +8,9 @@ from os import PathLike
 RUN_AGAIN = "delete it and run the command again"
 
 
-def damage_error(
-    path: str | PathLike[str], why: object, remedy: str = RUN_AGAIN, *, kind: str = "a whole"
-) -> ValueError:
+def damage_error(path: str | PathLike[str], why: object, fix: str = RUN_AGAIN, *, kind: str = "a whole") -> ValueError:
     """The error for a damaged file. `kind`: description of the file, before its name in the error."""
-    return ValueError(f"expected {kind} {path}, got a damaged one ({why}); {remedy}")
+    return ValueError(f"expected {kind} {path}, got a damaged one ({why}); {fix}")
 
 
 @contextmanager

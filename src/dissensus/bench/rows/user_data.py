@@ -16,7 +16,7 @@ from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.user_code import import_object
 from dissensus.data import split_indices
 from dissensus.data.file_formats import npz_pair, pixels
-from dissensus.data.images import image_folder, image_stack, subfolders
+from dissensus.data.images import Size, image_folder, image_stack, subfolders
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.numerics.randomness import preserve_random_state
@@ -156,9 +156,7 @@ def npz_rows(asked: DataRequest, train_file: str, test_file: str, classes: int |
     return DatasetRows(learn.train, read(test_file, True), learn.classes, read_file=read, sorted=True)
 
 
-def folder_rows(
-    asked: DataRequest, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
-) -> DatasetRows:
+def folder_rows(asked: DataRequest, path: str = ".", size: Size = None, channels: int = 3) -> DatasetRows:
     """Rows of images in PATH/train/CLASS and test/CLASS; optional: validation/CLASS, ood/SET and shift/SET/CLASS."""
     root = asked.path(path)
     read = partial(image_folder, size=size, channels=channels)

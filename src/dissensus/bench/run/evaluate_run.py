@@ -4,7 +4,6 @@ Each function `with_…` returns the evaluation with more numbers and arrays tha
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,11 @@ def evaluation_of_run(
     return training_watch.with_curves(evaluation, folder, data.train)
 
 
-def evaluation_of_rows(
-    splits: Mapping[str, Path], asked: Mapping[str, Any], kind: PredictionKind, **about: Any
-) -> Evaluation:
-    """The Evaluation of a classification or a regression from the files of its splits; `asked`: the task's [evaluation]."""
-    test = read_predictions(splits["test"])
+def evaluation_of_rows(files: dict[str, Path], asked: dict[str, Any], kind: PredictionKind, **about: Any) -> Evaluation:
+    """The Evaluation of a classification or a regression from the files of its files; `asked`: the task's [evaluation]."""
+    test = read_predictions(files["test"])
     elsewhere = {
-        group: {s.removeprefix(group): read_predictions(path) for s, path in splits.items() if s.startswith(group)}
+        group: {s.removeprefix(group): read_predictions(path) for s, path in files.items() if s.startswith(group)}
         for group in ("ood-", "shift-")
     }
     score = checked_score(asked.get("score"), kind, test.members)

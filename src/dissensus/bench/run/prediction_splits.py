@@ -50,10 +50,6 @@ class MeasuredSplit(NamedTuple):
     arrays: dict[str, Tensor]
 
 
-def write_measured(path: Path, measured: MeasuredSplit) -> None:
-    write_tensors(path, measured.arrays, {"metrics": measured.metrics})
-
-
 def read_measured(path: Path) -> MeasuredSplit:
     arrays, facts = read_tensors(path)
     if not isinstance(facts.get("metrics"), dict):
@@ -226,7 +222,7 @@ def split_writer(
     if config.kind == "segmentation":
         score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
         measured = measure_pixels(split, rows, data, functions, loader, score)
-        return lambda path: write_measured(path, measured)
+        return lambda path: write_tensors(path, measured.arrays, {"metrics": measured.metrics})
     picture = data.standardiser.inverse if data.has_images else None
     labelled = split != GRID and not split.startswith("ood-")
     said = predictions(functions, loader(rows), name=split, labelled=labelled, picture=picture)

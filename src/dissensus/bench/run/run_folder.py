@@ -136,10 +136,10 @@ def read_predictions(path: Path) -> Predictions:
             predictive = ClassificationPredictive(tensors["log_probabilities"])
         else:
             predictive = RegressionPredictive(tensors["means"], tensors["variances"])
-        held = {"targets": tensors["targets"], "energy": tensors.get("energy")}
-        about = {"shapes": tuple(map(tuple, facts["shapes"])), "networks": facts["networks"]}
+        about: dict[str, Any] = {"targets": tensors["targets"], "energy": tensors.get("energy")}
+        about |= {"shapes": tuple(map(tuple, facts["shapes"])), "networks": facts["networks"]}
         examples = {name: tensor for name, tensor in tensors.items() if name.startswith("examples/")}
-        return Predictions(predictive, examples=examples, milliseconds=facts["milliseconds"], **held, **about)
+        return Predictions(predictive, examples=examples, milliseconds=facts["milliseconds"], **about)
     except Exception as error:  # a tensor or fact is missing, or has another shape or type
         raise damage_error(path, f"without {error}") from error
 

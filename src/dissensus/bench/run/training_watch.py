@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,9 @@ class MeasurementLog:
     A stopped run continues its file. An epoch that is repeated writes the same line twice.
     """
 
-    def __init__(
-        self, path: Path, names: Sequence[str], measure: Callable[[], Mapping[str, float]], *, every: int
-    ) -> None:
+    def __init__(self, path: Path, keys: Sequence[str], measure: Callable[[], dict[str, float]], *, every: int) -> None:
         self.path, self.measure, self.every = path, measure, every
-        there = read_measurements(path, names) if path.is_file() else {}
+        there = read_measurements(path, keys) if path.is_file() else {}
         # Remove an incomplete last line, so that the next one starts on a new line.
         lines = (json.dumps({"epochs": epochs, **found}) for epochs, found in there.items())
         write_text(path, "".join(f"{line}\n" for line in lines))
@@ -66,11 +64,9 @@ def read_measurements(path: Path, names: Sequence[str]) -> dict[int, dict[str, f
     return dict(sorted(found.items()))
 
 
-def with_metrics(
-    evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None
-) -> Evaluation:
-    """The evaluation with these metrics and arrays added."""
-    return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
+def with_metrics(result: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:
+    """The result with these metrics and arrays added."""
+    return replace(result, metrics=result.metrics | metrics, arrays=result.arrays | (arrays or {}))
 
 
 def with_measurements(evaluation: Evaluation, path: Path, names: Sequence[str], prefix: str) -> Evaluation:

@@ -292,9 +292,8 @@ class CurvatureSums:
         """Directions e of the outputs' shape with Σ e eᵀ = I for every example: unit vectors; random signs on average."""
         size, shape, device = outputs[0].numel(), outputs.shape, outputs.device
         if size <= MOST_OUTPUTS:
-            yield from (
-                torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:]).expand(size, *shape)
-            )
+            units = torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:])
+            yield from units.expand(size, *shape)
             return
         for _ in range(RANDOM_PASSES):
             signs = 2 * torch.randint(2, shape, generator=self.generator, device=device) - 1

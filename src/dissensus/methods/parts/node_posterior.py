@@ -194,10 +194,9 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
             with inference_context(self):
                 total, weight = log_prob_sum(self.likelihood, self.draw().predict(batch.x), batch.y, batch.weight)
             if not (after := -float(total / weight)) <= before + 0.1:  # nats per row
+                said = "loss of the first batch: %.3f before training with latents, %.3f now"
                 advice = "train the network longer first, or pass a lower posterior_temperature"
-                log.warning(
-                    "loss of the first batch: %.3f before training with latents, %.3f now; %s", before, after, advice
-                )
+                log.warning(f"{said}; {advice}", before, after)
 
     @torch.no_grad()
     def _sample_latents(self) -> Tensor:
@@ -236,12 +235,13 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         if not again and self.batch_norm == "frozen":
             started_at = float(self.std.detach().mean()) if self.stored is None else None
             node_latents.warn_of_start(particles.template.network, started_at)
-        self._unbatched_inputs |= node_latents.inputs_of_other_length(x)
+        size, each = batches.count_examples(x), enumerate(batches.input_tensors(x))
+        # not as long as the batch, such as one row for all examples
+        self._unbatched_inputs |= {i for i, tensor in each if tensor.ndim and len(tensor) not in (1, size)}
         if shapes not in self._checked_shapes and batches.count_examples(x):
             with inference_context(self):
-                if not self.network_is_random and (
-                    tables := node_latents.find_input_tables(particles, x, self._unbatched_inputs)
-                ):
+                known = self._unbatched_inputs
+                if not self.network_is_random and (tables := node_latents.find_input_tables(particles, x, known)):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
                     got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
@@ -276,8 +276,7 @@ class NodeFunctions(DrawnFunctions):
 
     def __init__(self, particles: Particles, sites: Sequence[Site], latents: Tensor) -> None:
         super().__init__()
-        self.particles = particles
-        self.sites = sites
+        self.particles, self.sites = particles, sites
         # "latents" (S, D) and, for folded layers, "weight.NUMBER" and "bias.NUMBER" (S, ...). Numbers, not names: a layer's
         # name is empty if the network is itself the layer, and may be a prefix of another name
         self.drawn = TensorTree()
