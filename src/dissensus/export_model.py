@@ -39,8 +39,7 @@ from dissensus.version import __version__
 log = logging.getLogger("dissensus")
 
 HOST = torch.device("cpu")
-# Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
-# precision that many roundings of the weights' dtype.
+# Tolerance between outputs of the file and of `predict`, times the largest above 1; in half precision that many roundings.
 CLOSE, ROUNDINGS = 1e-5, 4
 RANDOM = (
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",

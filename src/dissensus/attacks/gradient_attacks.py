@@ -89,9 +89,8 @@ def pgd(
         bounds: least and largest value of an input, (0, 1) for pixels; None for no bounds.
         standardiser: the `Standardiser` of x, if x is standardised: ε, step size and bounds are then in the original
             units (pixels for images), the same for all channels.
-        draw: "fixed" attacks one draw of functions, the one that `posterior.predict` would use; "fresh" uses a new draw
-            for every gradient. They differ only for a sampling method without a stored draw. Or the result of
-            `posterior.draw()`, to attack that draw.
+        draw: "fixed" attacks the draw of functions that `posterior.predict` would use; "fresh" draws for every gradient.
+            They differ only for a sampling method without a stored draw. Or the result of `posterior.draw()`.
         at_once: most pairs of a member and an input in memory at a time (at least one input).
 
     Returns:

@@ -194,16 +194,14 @@ def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell]
 
 def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Family, list[Family]]:
     """All methods against the baseline: one family over all cells, by cell, measure and method; and one family per cell."""
-    every = comparison_family(
-        {
-            (each.cell.name, measure.key, name): compare_methods(draws, each.draws[measure.key][baseline])
-            for each in measured
-            for measure in each.measures
-            for name, draws in each.draws[measure.key].items()
-            if measure.best is not None and name != baseline and baseline in each.draws[measure.key]
-        },
-        holm=measured[0].results.holm,
-    )
+    pairs = [(each.cell.name, measure, each.draws[measure.key]) for each in measured for measure in each.measures]
+    found = {
+        (cell, measure.key, name): compare_methods(one, draws[baseline])
+        for cell, measure, draws in pairs
+        for name, one in draws.items()
+        if measure.best is not None and name != baseline and baseline in draws
+    }
+    every = comparison_family(found, holm=measured[0].results.holm)
 
     def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}

@@ -225,11 +225,8 @@ def _signature(network: nn.Module) -> dict[str, str]:
     first_name: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         tied = first_name.setdefault(id(parameter), name)
-        described[f"parameter '{name}'"] = (
-            f"{tuple(parameter.shape)} {parameter.dtype}"
-            + ("" if parameter.requires_grad else " frozen")
-            + ("" if tied == name else f" tied to {tied}")
-        )
+        marks = ("" if parameter.requires_grad else " frozen") + ("" if tied == name else f" tied to {tied}")
+        described[f"parameter '{name}'"] = f"{tuple(parameter.shape)} {parameter.dtype}{marks}"
     for name, buffer in network.named_buffers():
         described[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     return described

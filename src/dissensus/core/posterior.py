@@ -87,8 +87,7 @@ class Posterior(TrainableModule, ABC):
             batch: x, y and weight, on the posterior's device.
 
         Returns:
-            The batch-mean loss (), prior included; z, a tensor or a tree of tensors for `couple`, () for none; and the
-            buffers by name after the forward pass.
+            The batch-mean loss (), prior included; z, a tree of tensors for `couple`, () for none; the buffers afterwards.
         """
         value, buffers = self.particles.call(Member.nll, params, buffers, batch)
         penalty = self.penalty(params)
@@ -199,11 +198,11 @@ class Posterior(TrainableModule, ABC):
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         frozen = sum(parameter.numel() for parameter in self.parameters()) - trained
         network = type(self.particles.template.network).__name__
-        return (
-            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={trained:,}"
-            f"{f' + {frozen:,} frozen' if frozen else ''}, "
-            f"likelihood={type(self.likelihood).__name__})"
+        parameters = f"{trained:,}{f' + {frozen:,} frozen' if frozen else ''}"
+        facts = (
+            f"members={self.particles.members}, parameters={parameters}, likelihood={type(self.likelihood).__name__}"
         )
+        return f"{type(self).__name__}({network}, {facts})"
 
     @final
     def member(self, index: int) -> nn.Module:
@@ -299,8 +298,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Draws the functions of a sampling method, re-estimates their batch statistics, and stores both.
 
     Until the next refresh, `draw()` returns these functions, also after saving and loading. Methods that store their
-    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; after your own
-    training loop, call it yourself.
+    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; your own loop should.
 
     Args:
         posterior: any.
@@ -447,10 +445,9 @@ def _layer_error(error: Exception, x: Inputs, particles: Particles) -> ValueErro
     shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.input_tensors(x), given)]
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
-    return ValueError(
-        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, got {shapes[1]} and raised: "
-        f"{first_line(error)}; {_remedy(str(error), layer, given, particles)}"
-    )
+    got = f"{shapes[0]}: {where}, {what}, got {shapes[1]} and raised: {first_line(error)}"
+    remedy = _remedy(str(error), layer, given, particles)
+    return ValueError(f"expected inputs that the network can take, got {got}; {remedy}")
 
 
 def _remedy(said: str, layer: nn.Module, given: list[Tensor], particles: Particles) -> str:

@@ -98,7 +98,6 @@ class Recorder(nn.Module, ABC):
     Args:
         source: a function that returns the `Weights` to observe, of one network or many; it is called again before every
             recorded step, and may raise. `self.weights.rows()` is name -> (M, ...), the present values.
-            `RecordingPosterior` passes its `recorded`.
     """
 
     # Whether it can record weights of which each process has a part (`utils/sharding.py`).

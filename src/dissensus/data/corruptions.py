@@ -102,8 +102,7 @@ def scaled_constants(name: str, severity: int, side: int) -> tuple[float, ...]:
 def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = None) -> tuple[Tensor, Tensor]:
     """Reads the published CIFAR-10-C or CIFAR-100-C: images (N, 3, 32, 32) uint8 and labels (N,) int64.
 
-    N is 10,000 for one severity, 50,000 for all (severity=None), severity 1 first. Images are memory-mapped from
-    `folder`/`name`.npy. Pickled files are refused.
+    N is 10,000 for one severity, 50,000 for all (None). Images are memory-mapped from `folder`/`name`.npy; pickles are refused.
     """
     one_of("name", name, CORRUPTIONS)
     if severity is not None:

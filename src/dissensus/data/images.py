@@ -1,7 +1,6 @@
 """Image sets: public ones by name and folders of images, read from the user's files; small ones inside the package.
 
-Licences, rows of the originals and checksums of those in the package: embedded/LICENSES.md. Made by
-benchmarks/make_embedded.py.
+Those in the package are made by benchmarks/make_embedded.py; licences and checksums are in embedded/LICENSES.md.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ READERS: dict[str, Callable[[Path], Arrays]] = {
 def digits() -> tuple[ImageSet, ImageSet]:
     """(train, test): ImageSets of 10,000 and 2,000 MNIST digits, (N, 1, 28, 28), with equally many of each class.
 
-    Train rows come from MNIST's train file and test rows from its test file, so no writer is in both. Split a validation
-    set off the train set with `train_validation`.
+    Rows come from MNIST's train and test files, so no writer is in both. `train_validation` splits off a validation set.
     """
     arrays = npz_arrays(open_embedded("digits.npz"))
     return _image_set(arrays, "train_", "mnist"), _image_set(arrays, "test_", "mnist")
@@ -171,8 +169,7 @@ def image_folder(
     Args:
         classes: class names in the order of the labels; for a test set pass those of the training set. A folder with
             another name is an error. None takes all folders in alphabetical order.
-        size: side, or (height, width), in pixels to resize to by antialiased bilinear interpolation. None keeps the size;
-            images of different sizes are then an error.
+        size: side, or (height, width), in pixels to resize to by antialiased bilinear interpolation; None if sizes are equal.
         channels: 3 for colour, 1 for grey.
     """
     root = Path(folder)

@@ -1,8 +1,7 @@
 """Segmentation sets: read from folders or by name, with some classes made unknown, with weights for rare classes.
 
 CamVid's layout is that of the SegNet tutorial. Folders, class numbers and splits of StreetHazards and BDD-Anomaly were checked
-against the code of Hendrycks et al., "Scaling Out-of-Distribution Detection for Real-World Settings", ICML 2022, not on the
-archives themselves. Nothing is downloaded.
+against the code of Hendrycks et al. ("Scaling Out-of-Distribution Detection …", ICML 2022), not on archives.
 """
 
 from __future__ import annotations

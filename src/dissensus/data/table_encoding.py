@@ -104,8 +104,7 @@ class CategoryColumn:
 class TableEncoder:
     """Encodes the rows of a table as a tensor, with statistics of the training rows only.
 
-    `TableEncoder.of(table)` builds one from training rows; `encoder(table)` encodes; `.config()` gives plain JSON that
-    `TableEncoder.of_config` reads.
+    `TableEncoder.of(table)` builds one from training rows; `encoder(table)` encodes; `of_config` reads `.config()`, plain JSON.
 
     Numbers are standardised in float64 and rounded once. Dates are converted to seconds. A missing number becomes the mean,
     and a second feature marks the rows without a value. Categories (text, pandas categories, and the columns in

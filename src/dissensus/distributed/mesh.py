@@ -280,8 +280,7 @@ def mesh(
         statistics: "synchronised" gives batch norm the statistics of the whole batch, as in one process; "per rank" uses
             each rank's rows, which saves an exchange per layer but is a different model.
         batches: "whole" if every process's loader yields the same batches, of which `fit` takes this rank's rows; "parts" if
-            each rank of the data axis reads its own rows, in equally many batches of equal sizes. A loader with a
-            `DistributedSampler` always yields parts.
+            each rank of the data axis reads its own rows, in equally many equal batches, as with a `DistributedSampler`.
 
     Returns:
         A `Mesh`.
@@ -317,8 +316,8 @@ def shard(network: Network, mesh: Mesh) -> Network:
     """The network itself, of each of whose parameters every rank of the data axis keeps a part; the first process's values.
 
     For methods that hold one network or loop over several. In training and prediction one member at a time is whole; its
-    gradients, the optimiser's states and all other members stay divided. To be called by every process, before the method
-    is built. On one process it does nothing.
+    gradients, the optimiser's states and all other members stay divided. Every process calls it before building the method.
+    On one process it does nothing.
 
     Args:
         network: built whole, on the CPU for example: parts go to the mesh's device.

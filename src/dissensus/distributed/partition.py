@@ -1,7 +1,6 @@
 """How `fit` divides training: in an epoch each process holds its members and sees its rows; between epochs each holds all.
 
-Every process reads the same whole batches, or each rank of the data axis reads its own part of them. On one process nothing is
-divided, and nothing is exchanged.
+Every process reads the same whole batches, or each rank of the data axis reads its part. One process divides nothing.
 """
 
 import math

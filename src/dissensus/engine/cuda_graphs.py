@@ -368,10 +368,8 @@ class CapturedFunction(CapturedCalls):
 
     Args:
         context: the context in which the function is called (eval mode, mixed precision).
-        plain: whether the function is Python code, not compiled: its members may run in parallel on streams, and its layers in
-            fewer kernels (`kernels/fused_norm.py`).
-        keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
-            False if the user's code runs in between.
+        plain: whether the function is not compiled: members may run in parallel on streams, and layers in fewer kernels.
+        keeps: whether weights stay the same between calls, as no user's code runs: what follows from them is computed once.
         half: whether the context casts weights.
         count: of the batches to come, where it is known: for few a capture does not pay, for very many cuDNN chooses algorithms
             by timing, and in between the first batch is already replayed, if kernels can be loaded without it.

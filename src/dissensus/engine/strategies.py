@@ -198,8 +198,7 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
     particles = posterior.particles
-    # Vectorising is slower than the other ways for members' own convolutions, on a GPU with three times their memory, and
-    # faster for everything else.
+    # Vectorising is slower for members' own convolutions, on a GPU with three times the memory, and faster for all else.
     open_ones: list[Kind] = [particles.how]
     if on_gpu:
         open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]

@@ -340,8 +340,7 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
 
 def _flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it."""
-    # Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It
-    # multiplies the tensors by `one`, a 1 on their device.
+    # One kernel for all tensors of a dtype, as in torch's GradScaler, which also multiplies them by `one`, without waiting.
     with torch.no_grad():
         for dtype in {tensor.dtype for tensor in tensors}:
             given = [tensor for tensor in tensors if tensor.dtype == dtype]

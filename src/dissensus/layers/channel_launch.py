@@ -2,8 +2,7 @@
 
 A backward pass needs the gradient times a factor, and the sum over positions of gradient times activation. For that torch
 reads and writes memory of the activations' size six times; these kernels read it twice and write it once. They are used on a
-GPU if triton is installed, as with every CUDA build of torch for Linux; `layers/factored.py` and `layers/batch_norm.py`
-compute the same without them.
+GPU with triton, which every CUDA build of torch for Linux has; callers can compute the same without them.
 """
 
 import logging

@@ -260,8 +260,7 @@ class DropoutEnsemble(EmbeddedPosterior):
 
     Masks are not trained. They act on the inputs of linear and convolutional layers (whole channels before
     convolutions), but not on the network's own inputs and outputs. Kept units are scaled by 1/(1 − rate), as in dropout.
-    Each member has its own batch statistics; everything else is shared. The network is copied; `.account` lists the
-    layers that were converted.
+    Each member has its own batch statistics; all else is shared. The network is copied; `.account` lists converted layers.
 
     Args:
         network: one network.

@@ -47,8 +47,7 @@ class HMC(SamplingPosterior):
 
     The target is exp(−(N · mean loss − log p(θ)) / T).
     `fit_posthoc(loader)` runs the chains from the present weights; `fit` first trains the networks as MAP does and then
-    calls it. Networks run in eval mode: dropout is off, batch norm uses its running statistics. Check `ds.convergence`
-    before you use the samples.
+    calls it. Networks run in eval mode (no dropout, running batch statistics). Check `ds.convergence` before using samples.
 
     Args:
         networks: one module, not copied, or a list of M; each network has its own independent chain.
@@ -61,8 +60,7 @@ class HMC(SamplingPosterior):
         budget: most floating-point operations of the chains, at 6 per weight, example and gradient; more raise an error.
         seed: None takes one from torch's generator.
         first_chain: number of the first chain; a chain's random numbers depend only on the seed and its number.
-        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required. Without a prior there
-            may be no distribution to converge to.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required, and a prior for convergence.
 
     Public attribute: `chains`, with `acceptance` and `step_size` of each chain that ran in this process.
     """
@@ -105,8 +103,7 @@ class HMC(SamplingPosterior):
     def fit_posthoc(self, loader: Iterable[Any]) -> Self:
         """Runs the chains on the loader's data, stores their samples as a draw, and returns the posterior.
 
-        The loader is read once and its batches are kept in memory. If it holds only part of the data, its mean loss
-        still counts `data_size` times.
+        The loader is read once and kept in memory. If it holds part of the data, its mean loss counts `data_size` times.
         """
         loader = Loader.complete(loader, self)
         self.check_network()

@@ -1,7 +1,6 @@
 """Bayesian networks with noise on nodes instead of weights.
 
-NodeBNN: Trinh et al., ICML 2022; iBNN: Trinh, Kaski & Heinonen 2020. RankOneBNN, posteriors over BatchEnsemble's factors:
-Dusenberry et al., ICML 2020.
+NodeBNN: Trinh et al., ICML 2022; iBNN: Trinh, Kaski & Heinonen 2020; RankOneBNN: Dusenberry et al., ICML 2020.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ class RankOneBNN(NodePosterior):
         family: distribution of components and prior: "gaussian" or "cauchy" (σ is then a scale).
         prior_std: standard deviation (Cauchy: scale) of the prior of r and s.
         init_std: σ at the start.
-        modulation: distribution of the components' initial means; None is the prior's N(1, prior_std²). The authors'
-            code uses `Modulation.sign()`.
+        modulation: of the components' initial means; None is N(1, prior_std²), the authors' code has `Modulation.sign()`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
         samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.

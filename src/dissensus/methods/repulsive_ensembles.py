@@ -101,8 +101,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             the default of the authors' code. With logits the equation above holds for every likelihood.
         functional_prior: True estimates ∇ log p(F) by spectral Stein from networks drawn from the prior at every step;
             False applies the prior or the optimiser's weight decay to the weights.
-        output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²), over outputs F, to the loss, as in Trinh et
-            al. (ICLR 2024); "none" adds nothing.
+        output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²) over outputs to the loss (Trinh et al. 2024).
         prior_scale: a.
         annealing: a_t; None is constant 1.
         repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B, as in FeatureRDE and FoRDE) or a number.
@@ -292,8 +291,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares that
             median again, so its unit is not that of a squared distance.
         repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
-        batch_size: B in "1/B"; None is the largest batch seen in training, so that a smaller last batch repels no
-            more strongly than the others.
+        batch_size: B in "1/B"; None is the largest batch seen in training, also for a smaller last one.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -508,8 +506,7 @@ class SVGD(StackedPosterior):
     def couple(self, z: Any) -> Any:
         """v = (1/M) [a_t K u + G/N] − u, with u_i the gradient of loss_i at its outputs, which the loss itself adds.
 
-        A weight prior has no gradient at the outputs. It gets the same factor as the likelihood, (a_t/M) Σ_j k_ij: a_t if
-        members are equal, a_t/M if they are far apart.
+        A weight prior, without gradient at the outputs, gets the likelihood's factor (a_t/M) Σ_j k_ij: between a_t/M and a_t.
         """
         u, points = z["slopes"], z["points"]
         driving, slopes = self._matrices(squared_distances(points))

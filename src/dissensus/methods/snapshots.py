@@ -98,8 +98,7 @@ class Snapshots(nn.Module):
     def begin(self, steps: int, *, done: int = 0) -> None:
         """Plans the snapshots over the tail of a run of `steps` steps, of which `done` are already done.
 
-        If the tail has already begun, snapshots are spread over the remaining steps. A second call for the same run, as
-        when it is resumed, changes nothing.
+        If the tail has begun, snapshots are spread over the remaining steps. A second call for a resumed run changes nothing.
         """
         start, every = self.requested.values()
         began, before = int(self.observed) - done, self._read_plan()[2:]

@@ -2,8 +2,7 @@
 
 Maddox, Garipov, Izmailov, Vetrov & Wilson, "A simple baseline for Bayesian uncertainty in deep learning", NeurIPS 2019.
 Izmailov, Podoprikhin, Garipov, Vetrov & Wilson, "Averaging weights leads to wider optima", UAI 2018.
-MultiSWAG (several networks): Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization",
-NeurIPS 2020.
+MultiSWAG: Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization", NeurIPS 2020.
 """
 
 from collections.abc import Callable

@@ -46,8 +46,7 @@ class TRADI(RecordingPosterior):
         covariance: "shared" has Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2), by random Fourier features whose
             phases all weights share, as the paper intends; "diagonal" has none; "released" is the authors' program,
             where each weight has its own phases, so its covariance is also diagonal.
-        correlation: the weights that share phases: those of one "tensor", as in the authors' program, or of one "layer",
-            weight and bias together, as in their talk.
+        correlation: the weights that share phases: those of one "tensor" (the authors' program) or "layer" (their talk).
         state_noise, measurement_noise: noise variances of the filters, as (mean's filter, variance's filter).
         drift: "gradient" predicts the next mean by a step of gradient descent, "none" by the last mean.
         init: "current" starts at the present weights with variance 0, "he" at mean 0 and variance 2/fan_in.
@@ -356,12 +355,8 @@ class WeightFilters(nn.Module):
         if self._cached is None or any(map(is_not, named, self._named)) or not self._cached.fits(weights):
             self._named = named
             dtype = next(iter(means.values())).dtype
-            self._cached = _FilterState(
-                [local_part(means[name]) for name in self.weights],
-                [local_part(variances[name]) for name in self.weights],
-                Block(weights, dtype),
-                Block(weights, dtype),
-            )
+            held = [[local_part(each[name]) for name in self.weights] for each in (means, variances)]
+            self._cached = _FilterState(*held, Block(weights, dtype), Block(weights, dtype))
             cached = self._cached
             for buffers, block in ((cached.means, cached.mean), (cached.variances, cached.variance)):
                 for buffer, view in zip(buffers, block.views, strict=True):

@@ -105,8 +105,7 @@ def pca_lengthscales(
             for 0 < α < 1 the scale of the inputs matters, for α = 1 it does not.
         alpha: α in [0, 1].
         form: "poster", the later of the two, or "paper".
-        rank: R, number of eigenvectors; None is all up to 4,096 dimensions, and 512 beyond. The remaining variance is
-            spread evenly over the other D − R directions.
+        rank: R, number of eigenvectors; None is all up to 4,096 dimensions, 512 beyond. Other directions share the rest.
         passes: passes over the data for inputs of more than 4,096 dimensions, whose eigenvectors are computed by randomised
             subspace iteration without a D × D matrix; only one if the data can be read only once.
 
@@ -207,10 +206,9 @@ def _flat_batches(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(x, Tensor) or x.ndim < 2:
             found = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise (ValueError if isinstance(x, Tensor) else TypeError)(
-                f"expected inputs as a tensor (N, ...) or batches of such tensors, got {found}; add a batch axis, or convert "
-                "arrays with torch.from_numpy"
-            )
+            advice = "add a batch axis, or convert arrays with torch.from_numpy"
+            kind = ValueError if isinstance(x, Tensor) else TypeError
+            raise kind(f"expected inputs as a tensor (N, ...) or batches of such tensors, got {found}; {advice}")
         rows = x.detach().flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         if rows.shape[1] != (width := width or rows.shape[1]):
             got = f"a batch of shape {tuple(x.shape)}"

@@ -147,8 +147,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     Args:
         method: a name in `ds.METHODS`, or your own class.
-        members: number of networks, or of members of one network. None means 5 for methods built from several networks, and
-            the method's default otherwise.
+        members: number of networks, or of members of one network; None means 5 networks, or the method's default members.
         settings: dict of further keywords of the method.
         hidden: widths of the network's hidden layers, or one width for one layer.
         network: a function (inputs, outputs) -> module that replaces the default network.
@@ -355,16 +354,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         for name, value in self.get_params(deep=False).items():
             with contextlib.suppress(TypeError):
                 kept[name] = to_json_values(value)
-        state = {
-            "estimator": type(self).__name__,
-            "arguments": kept,
-            "columns": self.n_features_in_,
-            "names": list(map(str, getattr(self, "feature_names_in_", ()))),
-            "folds": len(self.folds_),
-            "held_weight": self.held_weight_,
-            **self._state(),
-        }
-        text = json.dumps(state)
+        state = {"estimator": type(self).__name__, "arguments": kept, "columns": self.n_features_in_}
+        state |= {"names": list(map(str, getattr(self, "feature_names_in_", ()))), "folds": len(self.folds_)}
+        text = json.dumps({**state, "held_weight": self.held_weight_, **self._state()})
         save_posterior(self.posterior_, folder)
         for place, fold in enumerate(self.folds_):
             fold.save(Path(folder) / f"fold_{place}")
@@ -403,8 +395,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
         """(N, C) boolean: whether each class is in the prediction set of a row.
 
-        The set is conformal, with a coverage guarantee, if `conformal` was given. Otherwise it has the fewest classes whose
-        probabilities sum to `level`, without a guarantee.
+        Conformal, with a coverage guarantee, if `conformal` was given; else the fewest classes with probability `level`.
         """
         if folds := self._fold_predictions(X, [level]):
             return cross_set(folds, level).numpy()
@@ -461,8 +452,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Args:
             interval: a level such as 0.9, for an `Interval`; or several, for ends (levels, N) or (levels, N, D). The ends are
                 conformal, with a coverage guarantee, if `conformal` was given; otherwise the mixture's central intervals.
-            quantiles: such as [0.1, 0.5, 0.9], for the mixture's quantiles (quantiles, N) or (quantiles, N, D), which have no
-                guarantee, even if `conformal` was given.
+            quantiles: such as [0.1, 0.5, 0.9], for the mixture's (quantiles, N) or (quantiles, N, D), never with a guarantee.
             return_std: whether to return means and standard deviations of the mixture.
         """
         if (interval is not None) + (quantiles is not None) + return_std > 1:

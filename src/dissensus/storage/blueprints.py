@@ -107,8 +107,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
         if found := [*differences(said, present)]:
             raise ValueError(f"expected the saved attributes, got another: {found[0]}; build the network alike")
         return copy.deepcopy(network, deepcopy_memo(network))
-    # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
-    # the network must only not be far larger than the file.
+    # Names and shapes are checked when tensors are filled in. Here the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
     there = sum(math.prod(shape) for shape in shapes.values())
     if wanted > LARGER * there:

@@ -1,8 +1,7 @@
 """Saves and loads posteriors, whole or member by member, as files that cannot contain code.
 
 posterior.safetensors has the tensors, with their config and a checksum over both in the metadata. `load` reads only this file,
-so that one rename replaces a saved posterior; config.json is a copy for people to read. The safetensors library refuses tensors
-that do not fill the file exactly.
+so that one rename replaces a saved posterior; config.json is a copy for people to read.
 """
 
 import copy
@@ -420,8 +419,7 @@ def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     while True:
         # `safe_open` opens the path twice, for the header and for the tensors, and another process may save in between.
         # Then header and tensors do not belong together, the checksum differs, and the new file is read. A new file is
-        # recognised by its inode number, which no other file can get while this one is open. So an error means damage, and
-        # no error means that everything came from one save.
+        # recognised by its inode number, which no other file can get while this one is open. So an error means damage.
         with path.open("rb") as first:
             try:
                 return _read_checked(path)

@@ -80,8 +80,7 @@ def gelu_moments(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 ORDER = 512  # nodes of an expansion of an activation
 LAW_NODES = 40  # nodes of a normal modulation; even, so that none is 0
-# Largest share of E φ² in the upper half of the coefficients: a kink leaves 1e-2 there. The error of a smooth function beyond
-# the last coefficient is smaller by orders of magnitude.
+# Largest share of E φ² in the upper half of the coefficients: a kink leaves 1e-2 there, a smooth function far less beyond.
 TAIL = 2e-5
 
 

@@ -1,7 +1,6 @@
 """Training dynamics in closed form: gradient descent on the squared error under a fixed kernel, and that of a wide ensemble.
 
-L = (1/2B) Σ_b (f − y)². With s = ηλ/B for the kernel's eigenvalues λ, a residual's component is multiplied by e^{−s} per unit
-of time in the flow, and by 1 − s per step.
+L = (1/2B) Σ_b (f − y)². With s = ηλ/B for an eigenvalue λ, a residual's component falls by e^{−s} in the flow, 1 − s per step.
 
 Members of an embedded ensemble are exchangeable, so their kernel over members and inputs has two eigenspaces over members.
 With equal targets y for all, f̄ follows Θ_mean towards y, and the differences δf_α = f_α − f̄ follow Θ_diff towards 0:

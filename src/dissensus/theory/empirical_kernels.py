@@ -284,12 +284,8 @@ def is_consistent(way: Way, network: FlatOutputs, x: Tensor, outputs: int) -> bo
 
 def exact_convolutions() -> AbstractContextManager[object]:
     """Context in which GPU convolutions use full float32: torch's default, ten bits, is too coarse for small eigenvalues."""
-    return torch.backends.cudnn.flags(
-        enabled=torch.backends.cudnn.enabled,
-        benchmark=torch.backends.cudnn.benchmark,
-        deterministic=torch.backends.cudnn.deterministic,
-        allow_tf32=False,
-    )
+    kept = {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
+    return torch.backends.cudnn.flags(**kept, allow_tf32=False)
 
 
 def methods_by_cost(network: nn.Module, x1: Tensor, count: int, outputs: int) -> list[str]:

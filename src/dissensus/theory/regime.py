@@ -105,8 +105,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
 
 def propagate_chain(links: list[Link], *, equal: bool) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) at the end of the chain; after loose links members are `equal`, or as near as the chain says."""
-    # Only ratios are returned, and with ReLU they do not depend on the input's size: one input of size 1, equal for all
-    # members, represents all inputs.
+    # Only ratios are returned, which with ReLU do not depend on the input's size: one input of size 1 represents all.
     same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
     for place, link in enumerate(links):
         s = link.s
@@ -143,8 +142,7 @@ def propagate_chain(links: list[Link], *, equal: bool) -> tuple[float | None, fl
         theta_same, theta_cross = second / 2 * theta_same, slope * theta_cross
         same, cross = second * same / 2, value * same
         # More than a ReLU may follow the link. Pooling and parallel branches can only bring members nearer together, up to
-        # equal; another activation may also leave less correlation than ReLU, down to none. The truth lies between the two
-        # runs, and is known if these agree.
+        # equal; another activation may also leave less correlation than ReLU, down to none. The truth lies between both.
         if equal and (link.may_merge_members or link.has_other_activation):
             cross, theta_cross = same, theta_same
         elif link.has_other_activation:

@@ -38,8 +38,7 @@ class UnitMoments:
     cross: Tensor  # (…, N1, N2) E h(x) h(x'), averaged over units; (…, N) of inputs with themselves
     tangent: Tensor | None  # (…, N1, N2) inner products of gradients by all weights below; None is 0
     layout: Positions
-    # (…, N1) and (…, N2) variances before each activation, by position. Units of inputs with themselves have no `second`:
-    # they append theirs to `first`.
+    # (…, N1), (…, N2) variances before each activation. Inputs with themselves append to `first` and have no `second`.
     first: list[Tensor]
     second: list[Tensor] | None
     gaussian: bool = False  # whether units are Gaussian, so that an activation may follow
@@ -212,8 +211,7 @@ def kernel(
     are trained; parameters with requires_grad=False are not trained.
 
     Args:
-        network: an `nn.Sequential` or `nets.MLP` of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1),
-            nets.Residual and known activations.
+        network: a Sequential or `nets.MLP` of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), Residual, activations.
         x1, x2: inputs (N1, …) and (N2, …), as the network takes them; x2 = None means x1.
         weight_variance: σ_w²; 2 keeps the size of signals through ReLU layers.
         bias_variance: σ_b².

@@ -53,10 +53,8 @@ def evaluation_of_run(
 
     `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: with [calibration].
     """
-    corrupted, chosen = (
-        read_counts(splits.pop(each)) if each in splits else None
-        for each in (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
-    )
+    both = (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
+    corrupted, chosen = (read_counts(splits.pop(each)) if each in splits else None for each in both)
     about: dict[str, Any] = {"corrupted": corrupted, "temperature": float(posterior.temperature)}
     about["parameters"] = parameter_count(posterior)
     if kind == "segmentation":
@@ -213,8 +211,7 @@ def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
 def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:
     """Adds region/NAME/sd or region/NAME/entropy, and arrays grid/…; targets: of the training rows.
 
-    sd: standard deviation of the members' means, √epistemic, averaged over the region. entropy: entropy of the mean
-    probabilities in nats, averaged over the region.
+    Means over the region. sd: standard deviation of members' means, √epistemic; entropy: of the mean probabilities, in nats.
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
         raise ValueError(f"expected predictions at all grid points, got {predictive}; evaluate with --again")

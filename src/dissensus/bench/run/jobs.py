@@ -71,8 +71,7 @@ def bench(
 ) -> tuple[Results, list[Path]]:
     """Trains, evaluates and reports a task: (results, report files).
 
-    The report has all finished runs of the task in the folder. `baseline`: the method to compare with, by default the
-    task's. `holm`: adjusts p-values for their number.
+    The report has all finished runs of the task in the folder. `baseline`: None is the task's. `holm`: adjusts p-values.
     """
     chosen, folder = methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
     there = earlier_runs(task, folder, {(method, seed) for method in chosen for seed in range(seeds)})

@@ -174,10 +174,8 @@ def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
     if names in ("none", [], ""):
         return None
     severities = config.evaluation.get("severities", [1, 2, 3, 4, 5])
-    return Corruptions(
-        names if names in ("all", "benchmark") else name_list(names),
-        [severities] if isinstance(severities, int) else severities,
-    )
+    types = names if names in ("all", "benchmark") else name_list(names)
+    return Corruptions(types, [severities] if isinstance(severities, int) else severities)
 
 
 def attack_curves(config: RunConfig) -> AttackCurves | None:

@@ -147,10 +147,8 @@ def learning_callback(
         with inference_context(posterior):
             drawn, said = posterior.current(), {}
             for name, rows in shown.items():
-                parts = [
-                    checked_prediction(posterior, drawn.predict(posterior.prepare_batch(each).x))
-                    for each in posterior.read(load(rows))
-                ]
+                read = map(posterior.prepare_batch, posterior.read(load(rows)))
+                parts = [checked_prediction(posterior, drawn.predict(batch.x)) for batch in read]
                 said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
         classes = {name: each.mean.argmax(1) for name, each in said.items()}
         found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}

@@ -179,8 +179,7 @@ def entropy_bound(mean: Tensor, std: Tensor, *, widths: Sequence[int] | None = N
 def surrogate_kl(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
     """() KL(N(mean_k μ_k, Σ_k σ_k² / K²) ‖ N(1, s²)), summed over latents, as in the code of iBNN's authors.
 
-    This is the Gaussian of the components' average, not of their mixture: components may spread as long as their mean stays
-    at 1. It does not bound the mixture's KL.
+    This is the Gaussian of the components' average: they may spread around a mean of 1. It does not bound the mixture's KL.
     """
     centre, variance = mean.mean(0), std.square().sum(0) / len(std) ** 2
     ratio = variance / prior_std**2

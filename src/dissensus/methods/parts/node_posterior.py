@@ -152,18 +152,11 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
 
     def groups(self) -> list[Group]:
-        rate = self.latent_lr
-        latents = Group(
-            "latents",
-            self._latent_parameters(),
-            factor=1.0 if self.lr is None else self.components,
-            rate=None if rate is None else rate * self.components,
-            momentum=self.latent_momentum,
-            decay=False,
-            decayed="pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)",
-            prior=False,
-        )
-        return [*super().groups(), latents]
+        how: dict[str, Any] = {"momentum": self.latent_momentum, "decay": False, "prior": False}
+        how["factor"] = 1.0 if self.lr is None else self.components
+        how["rate"] = None if self.latent_lr is None else self.latent_lr * self.components
+        drawn = "pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)"
+        return [*super().groups(), Group("latents", self._latent_parameters(), decayed=drawn, **how)]
 
     def draw(self) -> DrawnFunctions:
         stored = self.stored
