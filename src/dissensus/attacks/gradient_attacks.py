@@ -87,8 +87,7 @@ def pgd(
         random_start: whether to start at a uniformly drawn point of the ball.
         generator: generator of the random start; None is torch's global one.
         bounds: least and largest value of an input, (0, 1) for pixels; None for no bounds.
-        standardiser: the `Standardiser` of x, if x is standardised: ε, step size and bounds are then in the original
-            units (pixels for images), the same for all channels.
+        standardiser: the `Standardiser` of x, if there is one: ε, step size and bounds are then in the original units.
         draw: "fixed" attacks the draw of functions that `posterior.predict` would use; "fresh" draws for every gradient.
             They differ only for a sampling method without a stored draw. Or the result of `posterior.draw()`.
         at_once: most pairs of a member and an input in memory at a time (at least one input).
@@ -189,8 +188,7 @@ class AttackObjective:
 
         ∇ −log p̄ = (Σ_m w_m ∇d_m) / Σ_m p_m,    w_m = p_m (1 − p_m)
 
-    Attacks need only its direction, Σ_m w_m ∇d_m / Σ_m w_m, which stays exact when p_m rounds to one and the gradient itself
-    underflows. Otherwise an overconfident network would look robust.
+    Attacks need only its direction, Σ_m w_m ∇d_m / Σ_m w_m, exact also where p_m rounds to one, as in overconfident networks.
     """
 
     def __init__(self, posterior: Posterior, x: Tensor, y: Tensor, *, draw: Draw, targeted: bool, at_once: int) -> None:

@@ -421,8 +421,7 @@ class Regression(RealTargets):
 class HeteroscedasticRegression(RealTargets):
     """The likelihood of real targets with noise that depends on the input (Lakshminarayanan et al. 2017).
 
-    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D), or (B,) for
-    D = 1: give the network twice as many outputs as y has columns.
+    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets are (B, D), or (B,) if D = 1.
 
     Args:
         targets, unit: as in `Regression`.

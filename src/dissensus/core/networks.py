@@ -28,8 +28,7 @@ MemberSource = Sequence[nn.Module] | Callable[..., nn.Module]
 class NetworksPosterior(Posterior):
     """Base class of methods that hold the caller's module itself, or copy a list of modules into a stack.
 
-    Another posterior's particles are used directly, with their likelihood: both posteriors then share the same weights.
-    `latents`: extra tensors; each network of a list gets a copy.
+    Another posterior's particles and likelihood are shared, not copied. `latents`: extra tensors, copied for each network.
     """
 
     networks_taken = "any"

@@ -2,7 +2,6 @@
 
 Every operation is a pure function of images, random numbers and explicit constants. It takes images (B, C, H, W), floating,
 on the 8-bit grid k/255 in [0, 1] with C = 1 or 3, and returns the same shape, not yet clipped or truncated to eight bits.
-Random operations take all random numbers from `draws`.
 """
 
 import functools
@@ -220,8 +219,7 @@ _ICE = ((78, 149, 166, 14), (201, 205, 214, 18), (201, 205, 214, 18), (138, 153,
 def ice(draws: Draws, height: int, width: int) -> Tensor:
     """(B, 3, H, W): frost on glass: one of five colours, crystals (trails of noise in one direction), patches, speckle.
 
-    The variance shares of the three give neighbouring pixels the correlation of the photographs. The shares add up to
-    0.8: edge pixels repeated beyond the border add the rest.
+    Their variance shares give neighbouring pixels the photographs' correlation; they add up to 0.8: repeated edges add more.
     """
     colours = torch.tensor(_ICE, device=draws.keys.device, dtype=draws.dtype)
     kind = colours[(draws.uniform(0) * len(_ICE)).long()]  # (B, 4)

@@ -1,7 +1,6 @@
 """Small synthetic problems to look at: classes in the plane, regressions on the line.
 
-Every function draws in float64 from a separate generator, so a seed gives the same points for every dtype. It returns
-(x, y): x (N, D); y (N,) int64 classes or (N, 1) targets.
+Every function draws in float64 from its own generator and returns x (N, D) and y, (N,) int64 classes or (N, 1) targets.
 """
 
 import math

@@ -40,8 +40,7 @@ def partition_training(
 ) -> Iterator["TrainingPartition"]:
     """Inside, how the posterior trains: on this mesh, on one that suits the processes there are, or on one process.
 
-    Members are divided over as many ranks as divide their number, since those exchange no gradients; the rest divide batches.
-    Processes that trained together also predict together.
+    Members are divided over as many ranks as divide their number, which exchange no gradients; other ranks divide batches.
     """
     posterior.ranks = ranks or posterior.ranks
     if mesh is None and posterior.ranks is None:

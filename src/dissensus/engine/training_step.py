@@ -139,8 +139,7 @@ FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
 class Guard:
     """Detects which members have diverged, and at which step. `host`: check every step at once, which waits for a GPU.
 
-    Two cases are always checked at once: optimisers that cannot skip a step by a flag on the device, and the first step of a
-    run, which creates the optimiser's state and must not be skipped.
+    Checked at once in any case: optimisers that cannot skip a step by a flag, and the first step, which makes their state.
     """
 
     def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
@@ -164,8 +163,7 @@ class Guard:
     def begin(self, *, several: bool) -> None:
         """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
         self.checks_at_once = self.host or not self.has_stepped or not can_skip(self.optimizer)
-        # With one batch, statistics are written once the batch is known to be good. With several, those of the first are
-        # written before the last is seen, so a copy is needed to restore them.
+        # With one batch, statistics are written once it is known to be good; with several, a copy is needed to restore them.
         self._saved_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
         self._unmixed = None
 

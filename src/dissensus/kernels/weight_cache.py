@@ -1,8 +1,7 @@
 """What is computed from weights alone, kept while the weights stay the same: casts, kernels with batch norm folded into them.
 
 Mixed precision casts a weight at every use, and a folded batch norm reads and writes all kernels at every batch. Autocast has a
-cache of casts, but not for graphs: it keeps only leaves that need gradients, which rows of a stack are not, and frees its
-copies at the end of the context, when graphs still read them.
+cache of casts, but only of leaves that need gradients, which rows of a stack are not, and frees it while graphs still read it.
 """
 
 import threading

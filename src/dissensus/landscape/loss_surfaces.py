@@ -132,8 +132,7 @@ class Surface:
         loss: (P, Q) mean negative log-likelihood in nats; NaN or inf where the network overflows.
         accuracy: (P, Q), or None if targets are not class indices.
         marks: coordinates of the members.
-        frame: (2, 2) the steps of both coordinates in an orthonormal basis of the plane (Gram–Schmidt); `plot` uses it,
-            so that distances in the figure are distances of weights.
+        frame: (2, 2) the steps of both coordinates in an orthonormal basis of the plane, for true distances in `plot`.
     """
 
     first: Tensor

@@ -151,16 +151,14 @@ class BatchEnsemble(EmbeddedPosterior):
     """M members that share the weights of one network and cost little more than it does.
 
     y_α = s_α ∘ (W (r_α ∘ x) + b) for member α. Each member has its own norm layers (affine parameters and statistics) and
-    output bias: a shared output bias adds 1 to all Θ_αβ. A batch norm after s cancels all of s but its sign. The network is
-    copied; `.account` lists the layers that were changed.
+    output bias, since a shared one adds 1 to all Θ_αβ. Batch norm after s leaves its sign. `.account` lists changed layers.
 
     Args:
         network: one network.
         members: M.
         modulation: the distribution of r and s, required. `Modulation.sign()` makes independent members;
             `Modulation.normal(1, σ)` with a small σ stays close to a pretrained network, and members stay similar.
-        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
-            "auto", chosen from the modulation's collectivity and M.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), "auto" or a number.
         form: "wen" has r and s at every layer; "talk" leaves out the first r and the last s.
         modulation_lr: learning rate of r and s in `parameter_groups`; None uses that of the weights.
         layers: name patterns of the layers that get factors ("encoder.*"); None is all.

@@ -329,8 +329,7 @@ class WeightSpread(NamedTuple):
 class PerturbedLayer(NodeLayer):
     """A layer that gives every example its own draw of the weights if `nodes` is a `WeightSpread`; else it is plain.
 
-    If examples share one draw of the weights, their gradients share its noise. If every example passes a layer once, the
-    layer can give each its own draw, with two products instead of one:
+    If examples share a draw of the weights, gradients share its noise. A layer that each example passes once gives it its own:
 
         a dense layer, one row per example    N(Wx + b, σ_W² x² + σ_b²): the outputs are drawn (local reparametrisation;
                                               Kingma, Salimans & Welling, NeurIPS 2015)

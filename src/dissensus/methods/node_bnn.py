@@ -46,11 +46,9 @@ class NodeBNN(NodePosterior):
         bias_latent: whether each bias has a scalar latent, as in iBNN.
         layers: name patterns of the layers with latents; None is every linear and convolutional layer.
         batch_norm: "frozen" keeps the running statistics; "trained" updates them.
-        bound: the bound on the entropy: "joint" over all layers; "per_layer" treats each layer as its own mixture;
-            "released" is per layer with the factor 1/16 of the authors' code.
+        bound: on the entropy: "joint" over all layers; "per_layer"; "released", per layer with the authors' factor 1/16.
         divergence: "mixture", or iBNN's "surrogate".
-        latent_lr: learning rate of the latents for one component. The parameter group uses K times that, since each
-            component gets 1/K of the gradient. None: the weights' rate.
+        latent_lr: learning rate of the latents for one component; their group uses K times that. None: the weights' rate.
         latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
         lr: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
             batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the default one.
@@ -156,8 +154,7 @@ class RankOneBNN(NodePosterior):
         loss = mean over examples and samples of −log p(y | x, r, s) + β [H[q, p] − T H[q]] / N
 
     At T = 1 the bracket is KL(q ‖ p). The network is copied; `.account` lists the layers that were converted and those
-    that were not. In training each copy of each example has its own component and noise; a drawn function has one fixed
-    r and s. The paper's L2 term is the weight decay, or `weight_prior_std`.
+    not. In training each copy of each example has its own component and noise; a drawn function has one fixed r and s.
 
     Args:
         networks: one module, or a list of M; each network has its own factors and gives `samples` functions.
@@ -174,7 +171,7 @@ class RankOneBNN(NodePosterior):
         batch_norm: "frozen" keeps the running statistics, for a pretrained network; "trained" updates them.
         latent_lr: learning rate of the factors for one component; their group uses K times that. None: the weights'.
         data_size: N, required.
-        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
+        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights (the paper's L2 term).
     """
 
     name = "rank_one_bnn"

@@ -94,13 +94,11 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     Args:
         networks, members, base: as in `DeepEnsemble`.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
-        repel_at: inputs at which outputs are compared: "batch", the training batch; "noise", the batch plus normal
-            noise; or your own inputs, in the form that the network takes.
+        repel_at: inputs at which outputs are compared: the training "batch"; "noise", the batch plus noise; or your own.
         noise: standard deviation of that noise.
         outputs: compare "logits" (the raw outputs, for any likelihood) or, for classification, "probabilities", which is
             the default of the authors' code. With logits the equation above holds for every likelihood.
-        functional_prior: True estimates ∇ log p(F) by spectral Stein from networks drawn from the prior at every step;
-            False applies the prior or the optimiser's weight decay to the weights.
+        functional_prior: True estimates ∇ log p(F) by spectral Stein from draws of the prior; False puts it on weights.
         output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²) over outputs to the loss (Trinh et al. 2024).
         prior_scale: a.
         annealing: a_t; None is constant 1.
@@ -282,14 +280,12 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     Args:
         networks, members, base: as in `DeepEnsemble`.
         layer: name of the submodule whose output is the feature.
-        head: name of the submodule that all members share; it starts as the first network's. Its gradient is the mean
-            over members, so it learns as fast as in one network.
+        head: name of the submodule that all members share, at first the first network's. Its gradient is the mean of theirs.
         projection: number of directions kept, at most M.
         feature_prior: "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none"; a mean over examples, as the loss is.
         prior_scale: a.
         order: keep the directions of the "largest" eigenvalues, or, as the authors' code does, of the "smallest".
-        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares that
-            median again, so its unit is not that of a squared distance.
+        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares it again.
         repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
         batch_size: B in "1/B"; None is the largest batch seen in training, also for a smaller last one.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
@@ -439,8 +435,7 @@ class SVGD(StackedPosterior):
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 
-    The loss is a mean over data, so φ is divided by N = `data_size`. Because of the paper's 1/M, plain SGD is M times
-    slower than for an ensemble when members are far apart.
+    The loss is a mean over data, so φ is divided by N = `data_size`. By the 1/M, far members learn M times slower in SGD.
 
     Args:
         networks, members, base: as in `DeepEnsemble`.

@@ -33,8 +33,7 @@ class SnapshotEnsemble(RecordingPosterior):
     Args:
         networks: one module, not copied, or a list of M; each network gives `members` functions.
         members: snapshots kept of each network.
-        start, every: the optimiser steps (observe calls, counted from 0) that become snapshots; None takes one at the
-            end of each cycle, from the run length that `fit` or `begin` gives.
+        start, every: the optimiser steps (observe calls, from 0) that become snapshots; None takes the ends of cycles.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

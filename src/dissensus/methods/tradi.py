@@ -403,8 +403,7 @@ class _FilterState:
                 work.zero_()
             views = [self.work.views[i] for each in moved for i in each.at]
             torch._foreach_copy_(views, [gradient for each in moved for gradient in each.gradients])
-            # Non-finite gradients belong to a step that a gradient scaler skipped, so nothing moved. This is decided on the
-            # device of the gradients, so that the host does not wait.
+            # A gradient scaler skipped steps of non-finite gradients: nothing moved. Decided on the device, without waiting.
             total = work.sum()
             if work.device.type == "cpu":
                 moved = moved if math.isfinite(total) else []

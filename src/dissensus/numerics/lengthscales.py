@@ -101,8 +101,7 @@ def pca_lengthscales(
     Both agree at α = 0 and 1; in between, the paper's form weakens directions of small variance already at a small α.
 
     Args:
-        inputs: (N, ...) or an iterable of batches (x or (x, ...)), without augmentation and scaled as for the network:
-            for 0 < α < 1 the scale of the inputs matters, for α = 1 it does not.
+        inputs: (N, ...) or batches (x or (x, ...)), not augmented, scaled as for the network, which matters if 0 < α < 1.
         alpha: α in [0, 1].
         form: "poster", the later of the two, or "paper".
         rank: R, number of eigenvectors; None is all up to 4,096 dimensions, 512 beyond. Other directions share the rest.

@@ -348,8 +348,7 @@ def read_members(
 ) -> Iterator[Posterior]:
     """Yields one posterior per stored member, each read from the file when it is needed.
 
-    Yields the whole posterior once if no members are stored, or if members are more than the tensors of a network: for your
-    own methods, and for methods that cut the network or have other tensors.
+    Yields the whole posterior once if its members are not plain stored networks, or if the method is your own.
     """
     config, tensors = read_posterior(folder)
     tensors = add_base(config, tensors, network)

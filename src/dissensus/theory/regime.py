@@ -476,8 +476,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
 
     Returns:
         A `Regime`. Its rate is 2B/λ_max of the kernel over members × examples, for full batches x and SGD without
-        momentum; for classification it is a bound; None without x. Momentum β raises the limit by a factor 1 + β for a
-        quadratic; in training this is not guaranteed (docs/theory.md).
+        momentum; for classification it is a bound; None without x. Momentum β raises it by 1 + β for a quadratic.
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:

@@ -207,8 +207,7 @@ def kernel(
 ) -> Kernels:
     """Computes the NNGP and tangent kernels (N1, N2) of a network at infinite width.
 
-    The network only describes the layers; the values of its weights do not matter. Biases have variance bias_variance and
-    are trained; parameters with requires_grad=False are not trained.
+    Values of weights do not matter. Biases are trained, too, but no parameters with requires_grad=False.
 
     Args:
         network: a Sequential or `nets.MLP` of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), Residual, activations.
@@ -418,8 +417,7 @@ def random_network(
 ) -> nn.Module:
     """A copy of the network with new random weights, in NTK form unless parameterization="standard".
 
-    As it gets wider, its `empirical_ntk` tends to `kernel(network, …).ntk`. Arguments as in `kernel`; `generator` is the
-    source of random numbers, None means torch's global generator.
+    As it gets wider, its `empirical_ntk` tends to `kernel(network, …).ntk`. Arguments as in `kernel`.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     weight, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)

@@ -120,8 +120,7 @@ def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] |
         outputs = batches.call_network(network, x)
     called: list[Call] = []
     for name, *tensors in seen:
-        # A module that contains a called layer does not count as a layer, even if it has weights (a vision transformer has a
-        # class token). A parametrised layer contains called modules, too.
+        # A module around a called layer is none, even with weights of its own (a class token), unless it is parametrised.
         around = any(inner != name and inner.startswith(f"{name}." if name else "") for inner, _, _ in called)
         if not around or isinstance(modules[name], (nn.Linear, *CONVOLUTIONS)):
             called.append((name, *tensors))
