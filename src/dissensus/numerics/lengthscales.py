@@ -130,9 +130,7 @@ def pca_lengthscales(
         moments, values, vectors = _randomised_eigen(again, first, kept)
         kept = values.numel()
     values = values.clamp(min=0.0)
-    rest = (
-        (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
-    )
+    rest = (moments.trace - values.sum()).clamp(min=0.0) * (kept < dimension) / max(dimension - kept, 1)
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     precisions = (_precision(each, alpha, form).to(dtype) for each in (values, rest))
     return Lengthscales(vectors.to(dtype), *precisions)

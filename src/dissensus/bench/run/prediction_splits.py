@@ -127,10 +127,8 @@ def evaluation_of_pixels(
     """The Evaluation of the splits, "test" among them."""
     metrics = {key: value for part in parts.values() for key, value in part.metrics.items()}
     arrays = {key: value for part in parts.values() for key, value in part.arrays.items()}
-    ood, shift = (
-        tuple(split.removeprefix(f"{kind}-") for split in parts if split.startswith(f"{kind}-"))
-        for kind in ("ood", "shift")
-    )
+    sets = [split.partition("-") for split in parts]
+    ood, shift = (tuple(name for kind, dash, name in sets if dash and kind == wanted) for wanted in ("ood", "shift"))
     milliseconds = metrics.pop("cost/predict_ms")
     bins = {key.removeprefix(BINS): CalibrationBins(*arrays.pop(key)) for key in [*arrays] if key.startswith(BINS)}
     for name in ood:

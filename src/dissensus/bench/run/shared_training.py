@@ -155,9 +155,7 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
     optimizer, scheduler = build.optimizer(shared, training)
     others = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
     settings = {
-        "clip": training.get("clip"),
-        "precision": training.get("precision", "auto"),
-        "engine": training.get("engine", "auto"),
+        **{key: training[key] for key in ("clip", "precision", "engine") if key in training},
         "progress": f"{waiting[0].config.method}{others}" if progress else False,
         "draw": False,  # a draw at the end of the head would be discarded
         "optimizer": optimizer,

@@ -194,10 +194,8 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     @torch.no_grad()
     def _sample_latents(self) -> Tensor:
         """(M · S, D) latents, network by network."""
-        generator = own_generator(self.device)
+        how = (self.samples, own_generator(self.device), self.complexity.noise)
         each = zip(*self._stacked_latents(), strict=True)
-        noise = self.complexity.noise
-        how = (self.samples, generator, noise)
         return torch.cat([node_latents.sample_for_functions(mean.detach(), std, *how) for mean, std in each])
 
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
@@ -253,8 +251,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return self.stored is not None or state is not None
 
     def blank_draw(self, sizes: Any, state: Tensors) -> TensorTree:
-        tree = TensorTree()
-        rows = self.particles.members * self.samples
+        tree, rows = TensorTree(), self.particles.members * self.samples
         tree.add_tensor("own.latents", self.mean.detach().new_zeros(rows, self.latents))
         return tree
 
@@ -274,8 +271,7 @@ class NodeFunctions(DrawnFunctions):
         # name is empty if the network is itself the layer, and may be a prefix of another name
         self.drawn = TensorTree()
         self.drawn.add_tensor("latents", latents, persistent=False)
-        self.members = len(latents)
-        self.training = False
+        self.members, self.training = len(latents), False
         layers = [particles.template.network.get_submodule(site.layer) for site in sites]
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
         self._overrides: list[dict[str, Factors | Kernel]] | None = None
