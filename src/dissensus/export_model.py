@@ -342,11 +342,7 @@ def _onnx_bytes(
 
 
 def onnx_content(
-    program: ExportedProgram,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    facts: Mapping[str, Any],
-    axes: Sequence[Axes],
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: dict[str, Any], axes: Sequence[Axes]
 ) -> tuple[bytes, list[str]]:
     """(the file's bytes, kinds of nodes that draw random numbers); inputs, outputs and axes get these names."""
     import onnx

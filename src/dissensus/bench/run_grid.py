@@ -195,7 +195,7 @@ def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell]
 def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Family, list[Family]]:
     """All methods against the baseline: one family over all cells, by cell, measure and method; and one family per cell."""
     pairs = [(each.cell.name, measure, each.draws[measure.key]) for each in measured for measure in each.measures]
-    found = {
+    found: dict[tuple[str, ...], Any] = {
         (cell, measure.key, name): compare_methods(one, draws[baseline])
         for cell, measure, draws in pairs
         for name, one in draws.items()
@@ -206,8 +206,10 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
     def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}
 
-    both, names = (every.comparisons, every.p_values), [each.cell.name for each in measured]
-    return every, [Family(*(entries_of_cell(name, table) for table in both), every.level) for name in names]
+    tables = [
+        [entries_of_cell(each.cell.name, one) for one in (every.comparisons, every.p_values)] for each in measured
+    ]
+    return every, [Family(compared, p_values, every.level) for compared, p_values in tables]
 
 
 def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], each_table: Sequence[Table]) -> Table:

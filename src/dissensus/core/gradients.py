@@ -425,7 +425,7 @@ def compute_gradients(
     posterior: Objective,
     batch: Batch,
     strategy: Strategy | None = None,
-    unmixed: Callable[[Tensors], object] = lambda gradients: None,
+    unmixed: Callable[..., object] = lambda _: None,
 ) -> Gradients:
     """Gradients by the strategy, mixed if the method mixes them; `unmixed` is called with those before mixing."""
     # The network is locked against other threads meanwhile.

@@ -56,10 +56,7 @@ class TracedModule(nn.Module):
 
 
 def trace(
-    module: nn.Module,
-    x: Inputs,
-    forms: Mapping[Any, Callable[..., Any]] | None = None,
-    axes: Sequence[Any] | None = None,
+    module: nn.Module, x: Inputs, forms: Mapping[Any, Any] | None = None, axes: Sequence[Any] | None = None
 ) -> ExportedProgram:
     """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 

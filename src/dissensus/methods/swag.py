@@ -140,8 +140,8 @@ class SWAG(RecordingPosterior):
         self.rank, self.start, self.every = integer("rank", rank), start, every
         hint = "the paper uses 0.5; 0 gives the mean alone"
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0, hint=hint)
-        how = {"rank": rank, "temperature": posterior_temperature}
-        self.recorder = GaussianRecorder(self.recorded_weights, Snapshots(start, every, wanted=2 * rank), **how)
+        plan = Snapshots(start, every, wanted=2 * rank)
+        self.recorder = GaussianRecorder(self.recorded_weights, plan, rank=rank, temperature=posterior_temperature)
 
     @property
     def mean(self) -> Tensors:

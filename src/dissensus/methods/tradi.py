@@ -355,8 +355,8 @@ class WeightFilters(nn.Module):
         if self._cached is None or any(map(is_not, named, self._named)) or not self._cached.fits(weights):
             self._named = named
             dtype = next(iter(means.values())).dtype
-            held = [[local_part(each[name]) for name in self.weights] for each in (means, variances)]
-            self._cached = _FilterState(*held, Block(weights, dtype), Block(weights, dtype))
+            mean, variance = ([local_part(each[name]) for name in self.weights] for each in (means, variances))
+            self._cached = _FilterState(mean, variance, Block(weights, dtype), Block(weights, dtype))
             cached = self._cached
             for buffers, block in ((cached.means, cached.mean), (cached.variances, cached.variance)):
                 for buffer, view in zip(buffers, block.views, strict=True):

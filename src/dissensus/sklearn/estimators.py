@@ -528,8 +528,8 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
     with read_errors(path, "save the estimator again"):
         state = json.loads(path.read_text())
         kinds = {"Classifier": Classifier, "Regressor": Regressor}
-        saved: dict[str, Any] = state["arguments"]
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+        given: dict[str, Any] = {**state["arguments"]}
+        given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
         estimator = kinds[one_of("estimator", state["estimator"], kinds)](**given)
         estimator.n_features_in_ = int(state["columns"])
         if state["names"]:

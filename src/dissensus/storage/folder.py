@@ -29,15 +29,8 @@ from dissensus.data.input_transforms import KINDS as INPUT_KINDS, as_input_trans
 from dissensus.methods import MAP
 from dissensus.nets import NETS
 from dissensus.numerics.randomness import preserve_random_state
+from dissensus.storage import blueprints
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.blueprints import (
-    LIKELIHOODS,
-    SAVE_AGAIN,
-    build_parts,
-    build_posterior,
-    class_fields,
-    find_method,
-)
 from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
@@ -103,9 +96,9 @@ def save(
     name, built = (type(network).__name__, network.config) if known else (None, None)
     config = {
         "format": FORMAT,
-        **class_fields(posterior),
+        **blueprints.class_fields(posterior),
         "arguments": posterior.config(),
-        **({"base": {**class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
+        **({"base": {**blueprints.class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": meaning},
         "network": {"structure": layer_lines(network), **posterior.initial_network, "name": name, "arguments": built}
         | ({"cut": True} if has_converted_layers(posterior) else {}),
@@ -123,7 +116,7 @@ def save(
     # What cannot be read back is not written. This network may have attributes that training has changed.
     config = json.loads(text)
     config["network"]["attributes"] = describe_network(network)["attributes"]
-    own = None if type(posterior.likelihood) in LIKELIHOODS.values() else posterior.likelihood
+    own = None if type(posterior.likelihood) in blueprints.LIKELIHOODS.values() else posterior.likelihood
     rebuild(config, add_base(config, tensors, network), network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,11 +168,13 @@ def rebuild(
 ) -> Posterior:
     """The posterior that a file's config and tensors describe; other arguments as in `load`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    kind = find_method(config, method)
+    kind = blueprints.find_method(config, method)
     # building layers draws random numbers that are overwritten
-    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
+    with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        posterior = build_posterior(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
+        posterior = blueprints.build_posterior(
+            kind, config, shapes, *blueprints.build_parts(config, shapes, network, likelihood)
+        )
         restore_modes(posterior, config["kept"])
         restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)
@@ -356,12 +351,12 @@ def read_members(
     if method is not None or not _has_plain_networks(config, shapes):
         yield load(folder, network, likelihood=likelihood, method=method)
         return
-    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
+    with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        template, meaning = build_parts(config, shapes, network, likelihood)
+        template, meaning = blueprints.build_parts(config, shapes, network, likelihood)
     for index in range(config["arguments"]["members"]):
         member = MAP(template, likelihood=meaning)
-        with read_errors(folder / TENSORS, SAVE_AGAIN):
+        with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN):
             restore_fitted(member, {**config, "promises": {}}, tensors)
         restore_transforms(member, config)
         yield _fill_member(member, index, tensors, strides)
@@ -428,7 +423,7 @@ def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with read_errors(path, SAVE_AGAIN), safe_open(path, framework="pt") as file:
+    with read_errors(path, blueprints.SAVE_AGAIN), safe_open(path, framework="pt") as file:
         config: dict[str, Any] = json.loads(file.metadata()[METADATA])
         check_fields(config, FIELDS)
         if config["format"] != FORMAT:

@@ -19,6 +19,7 @@ from dissensus.theory.embedded_ensembles import EmbeddedKernels
 from dissensus.utils.checks import integer, number, one_of
 
 Descent = Literal["flow", "steps"]
+Times = Sequence[float] | Tensor
 
 
 class FactorisedKernel:
@@ -58,13 +59,7 @@ def remaining_share(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
 
 
 def residuals(
-    theta: Tensor,
-    initial: Tensor,
-    times: Sequence[float] | Tensor,
-    *,
-    learning_rate: float,
-    batch: int,
-    descent: Descent = "flow",
+    theta: Tensor, initial: Tensor, times: Times, *, learning_rate: float, batch: int, descent: Descent = "flow"
 ) -> Tensor:
     """Residuals (T, n) of gradient descent on the squared error under a fixed kernel, at T times.
 
@@ -94,7 +89,7 @@ def spectrum(theta: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp(min=0), vectors
 
 
-def as_times(times: Sequence[float] | Tensor, like: Tensor) -> Tensor:
+def as_times(times: Times, like: Tensor) -> Tensor:
     """The times as a tensor (T,) in float64."""
     found = torch.as_tensor(times, dtype=torch.float64, device=like.device)
     if found.ndim != 1 or bool((found < 0).any()):
@@ -154,7 +149,7 @@ class EnsembleDynamics:
     def members(
         self,
         initial: Tensor,
-        times: Sequence[float] | Tensor,
+        times: Times,
         *,
         learning_rate: float,
         at_points: Tensor | None = None,
@@ -185,7 +180,7 @@ class EnsembleDynamics:
         gone = self._difference.apply_to_residual(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
         return mean[:, None] + (on_points - centre_points) - gone
 
-    def law(self, times: Sequence[float] | Tensor, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
+    def law(self, times: Times, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
         """`EnsembleLaw` over initialisations: mean, variance of the members' mean, and spread of members at the points.
 
         Arguments as in `members`.

@@ -154,7 +154,7 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
     shared = watched.run.to(first.device)
     optimizer, scheduler = build.optimizer(shared, training)
     others = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
-    settings = {
+    settings: dict[str, Any] = {
         **{key: training[key] for key in ("clip", "precision", "engine") if key in training},
         "progress": f"{waiting[0].config.method}{others}" if progress else False,
         "draw": False,  # a draw at the end of the head would be discarded
