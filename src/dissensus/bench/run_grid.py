@@ -206,10 +206,9 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
     def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}
 
-    tables = [
-        [entries_of_cell(each.cell.name, one) for one in (every.comparisons, every.p_values)] for each in measured
-    ]
-    return every, [Family(compared, p_values, every.level) for compared, p_values in tables]
+    both, names = (every.comparisons, every.p_values), [each.cell.name for each in measured]
+    parts = [[entries_of_cell(name, table) for table in both] for name in names]
+    return every, [Family(compared, p_values, every.level) for compared, p_values in parts]
 
 
 def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], each_table: Sequence[Table]) -> Table:

@@ -422,12 +422,9 @@ def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = Non
 
 
 def compute_gradients(
-    posterior: Objective,
-    batch: Batch,
-    strategy: Strategy | None = None,
-    unmixed: Callable[..., object] = lambda _: None,
+    posterior: Objective, batch: Batch, strategy: Strategy | None = None, check: Callable[..., object] = lambda _: None
 ) -> Gradients:
-    """Gradients by the strategy, mixed if the method mixes them; `unmixed` is called with those before mixing."""
+    """Gradients by the strategy, mixed if the method mixes them; `check` is called with those before mixing."""
     # The network is locked against other threads meanwhile.
     exchange = posterior.particles.exchange
     with _training_lock(posterior), posterior.particles.runner.run_context():
@@ -436,7 +433,7 @@ def compute_gradients(
         found = cast(Gradients, exchange.reduce_gradients(posterior, found))
         if posterior.interaction != "mix":
             return found
-        unmixed(found.gradients)
+        check(found.gradients)
         return found._replace(gradients=exchange.mix_gradients(posterior.mix, found.gradients), largest=None)
 
 

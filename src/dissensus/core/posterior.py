@@ -198,11 +198,11 @@ class Posterior(TrainableModule, ABC):
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         frozen = sum(parameter.numel() for parameter in self.parameters()) - trained
         network = type(self.particles.template.network).__name__
-        parameters = f"{trained:,}{f' + {frozen:,} frozen' if frozen else ''}"
-        facts = (
-            f"members={self.particles.members}, parameters={parameters}, likelihood={type(self.likelihood).__name__}"
+        return (
+            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={trained:,}"
+            f"{f' + {frozen:,} frozen' if frozen else ''}, "
+            f"likelihood={type(self.likelihood).__name__})"
         )
-        return f"{type(self).__name__}({network}, {facts})"
 
     @final
     def member(self, index: int) -> nn.Module:

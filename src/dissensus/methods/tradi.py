@@ -247,12 +247,7 @@ class WeightFilters(nn.Module):
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        *,
-        state_noise: Sequence[float],
-        measurement_noise: Sequence[float],
-        drift: Drift,
+        self, weights: Tensors, *, state_noise: Sequence[float], measurement_noise: Sequence[float], drift: Drift
     ) -> None:
         super().__init__()
         self.state_noise, self.measurement_noise, self.drift = state_noise, measurement_noise, drift

@@ -38,9 +38,9 @@ def number(
         raise TypeError(f"expected {name} as a number, got {got}; pass a float")
     found = float(value)
     if not (math.isfinite(found) and above < found < below and least <= found <= most):
-        bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
-        given = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
-        wanted = " and ".join(given) or "as a finite number"
+        limits = {"above": above, "of at least": least, "below": below, "of at most": most}
+        bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
+        wanted = bounds or "as a finite number"
         raise ValueError(f"expected {name} {wanted}, got {value!r}; {hint or 'pass a number within these bounds'}")
     return value
 

@@ -187,9 +187,10 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
             with inference_context(self):
                 total, weight = log_prob_sum(self.likelihood, self.draw().predict(batch.x), batch.y, batch.weight)
             if not (after := -float(total / weight)) <= before + 0.1:  # nats per row
-                said = "loss of the first batch: %.3f before training with latents, %.3f now"
                 advice = "train the network longer first, or pass a lower posterior_temperature"
-                log.warning(f"{said}; {advice}", before, after)
+                log.warning(
+                    "loss of the first batch: %.3f before training with latents, %.3f now; %s", before, after, advice
+                )
 
     @torch.no_grad()
     def _sample_latents(self) -> Tensor:
