@@ -265,8 +265,7 @@ def water(layer: Tensor) -> Tensor:
     behind it (Canny 1986, Borgefors 1986, histogram equalisation) work on eight-bit images (B, H, W), levels stored as floats.
     """
     layer = ((layer * 255).floor() % 256).float()  # values above white wrap around, as in the published files
-    distance = chamfer_distance(canny(layer, 50, 150), limit=20)
-    distance = _mean3(distance).floor()
+    distance = _mean3(chamfer_distance(canny(layer, 50, 150), limit=20)).floor()
     relief = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
     relief = _correlate(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
     shine = layer * _mean3(relief).round()
@@ -339,8 +338,7 @@ def equalise_histogram(images: Tensor) -> Tensor:
 
 def _liquid(images: Tensor, draws: Draws, mean: float, std: float, sigma: float, threshold: float) -> Tensor:
     """(B, H, W): normal noise, smoothed, zero below the threshold."""
-    noise = mean + std * draws.normal(0, *images.shape[-2:])
-    layer = gaussian_smooth(noise, sigma)
+    layer = gaussian_smooth(mean + std * draws.normal(0, *images.shape[-2:]), sigma)
     return torch.where(layer < threshold, 0.0, layer)
 
 

@@ -128,8 +128,7 @@ READERS: dict[str, Callable[[Path], Arrays]] = {
     "cifar10-python": partial(file_formats.read_cifar_python, labels="labels"),
     "cifar100-binary": partial(_cifar_binary, label_bytes=2),
     "cifar100-python": partial(file_formats.read_cifar_python, labels="fine_labels"),
-    "svhn-mat": _svhn,
-    "svhn-npz": _svhn,
+    **dict.fromkeys(("svhn-mat", "svhn-npz"), _svhn),
 }
 
 
