@@ -13,7 +13,8 @@ from dissensus.data.file_formats import open_embedded
 from dissensus.utils.checks import integer, number
 
 Points = tuple[Tensor, Tensor]
-Dtype, FLOAT = torch.dtype, torch.float32
+Dtype = torch.dtype
+FLOAT = torch.float32
 
 
 def two_moons(count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: Dtype = FLOAT) -> Points:

@@ -131,7 +131,7 @@ class KalmanRecorder(Recorder):
         super().__init__(source)
         self.settings = settings
         filters = {key: settings[key] for key in ("state_noise", "measurement_noise", "drift")}
-        self.filters = WeightFilters(self.weights.stored, **filters)
+        self.filters = WeightFilters(dict(self.weights.stored), **filters)
         self._start_filters()
 
     def with_members(self) -> list[tuple[Tensor, int]]:
