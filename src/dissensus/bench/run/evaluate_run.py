@@ -95,7 +95,7 @@ def evaluation_of_run(
 
 
 def evaluation_of_rows(files: dict[str, Path], asked: dict[str, Any], kind: PredictionKind, **about: Any) -> Evaluation:
-    """The Evaluation of a classification or a regression from the files of its files; `asked`: the task's [evaluation]."""
+    """The Evaluation of a classification or a regression from the files of its splits; `asked`: the task's [evaluation]."""
     test = read_predictions(files["test"])
     elsewhere = {
         group: {s.removeprefix(group): read_predictions(path) for s, path in files.items() if s.startswith(group)}
