@@ -48,8 +48,7 @@ BENCHMARK: tuple[str, ...] = tuple(_TABLES["benchmark"])
 EXTRA: tuple[str, ...] = tuple(_TABLES["extra"])
 CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
 
-_SMALLEST_SIDE = 8
-_ROWS_PER_SEVERITY = 10_000  # of the published files
+_SMALLEST_SIDE, _ROWS_PER_SEVERITY = 8, 10_000  # of images, and of the published files
 # Values processed at once: bounds memory. A processor's cache holds few; a GPU waits for launches if they are few.
 _CHUNK, _GPU_CHUNK = 1 << 20, 1 << 23
 

@@ -69,8 +69,7 @@ def _validation_count(count: int, validation: int | float) -> int:
 
 def _quotas(counts: Tensor, held: int) -> Tensor:
     """(C,) validation rows of each class: held · n_c / N by largest remainder, in exact integer arithmetic."""
-    scaled = held * counts
-    total = int(counts.sum())
+    scaled, total = held * counts, int(counts.sum())
     quotas = scaled // total
     left = held - int(quotas.sum())
     quotas[torch.argsort(scaled % total, descending=True, stable=True)[:left]] += 1

@@ -73,7 +73,8 @@ class Network(TypedDict, total=False):
 
 class Data(TypedDict, total=False):
     name: str  # of SETS, or package.module:name
-    validation: NotNegative  # number or share of training rows to hold out, or of the set's own validation rows to use
+    validation: NotNegative  # number or share of rows held out of the training set; 0 for none. If the set has
+    # validation rows, how many of those to use; by default all
     train: Whole  # most training rows
     test: Whole  # most test rows
     calibration: NotNegative  # number or share of test rows held out for calibration; the others are tested on
@@ -148,7 +149,8 @@ class Widths(TypedDict, total=False):  # of a task over widths: one cell and run
     of: str  # the network's setting to multiply
     factors: list[Any]  # by which it is multiplied
     members: list[Any]  # numbers of members that share weights; independent ensembles are subsets of the largest
-    rate: Literal["fixed", "sharing"]  # the method's rate; "sharing" divides it by (1 + √(M/N))² for shared weights
+    rate: Literal["fixed", "sharing"]  # "fixed": the method's rate; "sharing": divided by (1 + √(M/N))² if members
+    # share weights
     p: list[Any]  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
     p_members: Whole  # … with this many members
     p_factor: Positive  # … at this width …
