@@ -3,6 +3,7 @@
 The core (posteriors, likelihoods, predictives) is imported at once, everything else on first use.
 """
 
+# ruff: noqa: F403, F405 - type checkers find the methods in `dissensus.methods.__all__`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -41,33 +42,7 @@ if TYPE_CHECKING:
     from dissensus.layers.nodes import Capacity, capacity
     from dissensus.likelihoods.multilabel import MultiLabel, MultiLabelPredictive
     from dissensus.likelihoods.tokens import SequencePredictive, TokenPredictive, Tokens
-    from dissensus.methods import (
-        HMC,
-        LIT,
-        MAP,
-        METHODS,
-        SGHMC,
-        SVGD,
-        SWA,
-        SWAG,
-        TRADI,
-        BatchEnsemble,
-        DeepEnsemble,
-        DropoutEnsemble,
-        FeatureRDE,
-        FoRDE,
-        FunctionRDE,
-        GaussianPerturbation,
-        Laplace,
-        MCDropout,
-        MeanFieldVI,
-        NodeBNN,
-        RankOneBNN,
-        SnapshotEnsemble,
-        WeightRDE,
-        branch,
-        track,
-    )
+    from dissensus.methods import *
     from dissensus.methods.parts.empcov_prior import EmpCov
     from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
     from dissensus.numerics.annealing import Annealing

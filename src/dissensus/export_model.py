@@ -39,8 +39,7 @@ from dissensus.version import __version__
 log = logging.getLogger("dissensus")
 
 HOST = torch.device("cpu")
-# Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
-# precision that many roundings of the weights' dtype.
+# Tolerance between outputs of the file and of `predict`, times the largest above 1; in half precision that many roundings.
 CLOSE, ROUNDINGS = 1e-5, 4
 RANDOM = (
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
@@ -230,10 +229,8 @@ def _free_axes(x: Inputs, dynamic: Mapping[Any, Any]) -> list[Axes]:
 
 def _first_half(x: Inputs, axes: Sequence[Axes]) -> Inputs:
     """x with the first half of every free axis."""
-    free = iter(axes)
-    return batches.map_tensors(
-        x, lambda tensor: reduce(lambda t, a: t.narrow(a, 0, (t.shape[a] + 1) // 2), next(free), tensor)
-    )
+    half, free = lambda tensor, axis: tensor.narrow(axis, 0, (tensor.shape[axis] + 1) // 2), iter(axes)
+    return batches.map_tensors(x, lambda tensor: reduce(half, next(free), tensor))
 
 
 def _at_least_two_rows(x: Inputs) -> Inputs:
@@ -256,10 +253,9 @@ def _with_outputs(posterior: Posterior, module: ExportedPosterior, given: Inputs
     pairs = zip(first.defining_tensors(), again.defining_tensors(), strict=True)
     # GPUs may round differently.
     if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
-        raise ValueError(
-            f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
-            "ds.refresh(posterior, training_loader) first (no network that draws in eval mode can be exported)"
-        )
+        got = f"{type(posterior).__name__} with a new draw each time; call ds.refresh(posterior, training_loader) first"
+        why = "no network that draws in eval mode can be exported"
+        raise ValueError(f"expected equal predictions in every call, got {got} ({why})")
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
     close = max(CLOSE, ROUNDINGS * rounding)
     least, most = (module.outputs(first, slack) for slack in (-close, close))
@@ -346,20 +342,15 @@ def _onnx_bytes(
 
 
 def onnx_content(
-    program: ExportedProgram,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    facts: Mapping[str, Any],
-    axes: Sequence[Axes],
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: dict[str, Any], axes: Sequence[Axes]
 ) -> tuple[bytes, list[str]]:
     """(the file's bytes, kinds of nodes that draw random numbers); inputs, outputs and axes get these names."""
     import onnx
 
     given, found = [f"input {name}" for name in inputs], [f"output {name}" for name in outputs]  # torch has no spaces
     with TorchStateGuard("torch.onnx"):  # which logs missing packages
-        made = torch.onnx.export(
-            program, dynamo=True, input_names=given, output_names=found, verbose=False, optimize=True
-        )
+        called: dict[str, Any] = {"input_names": given, "output_names": found}
+        made = torch.onnx.export(program, dynamo=True, verbose=False, optimize=True, **called)
     model: Any = made.model_proto  # type: ignore[union-attr]
     _strip_metadata(model)
     _name_axes(model.graph, axes)

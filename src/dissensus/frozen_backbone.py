@@ -86,11 +86,8 @@ def cache_features(backbone: nn.Module, loader: Any) -> Any:
         cached = copy.copy(loader)
         cached.x = _join_batches(network, Batches(loader.x, loader.y, batch_size=loader.batch_size))[0]
         return cached
-    if (
-        not isinstance(loader, DataLoader)
-        or loader.batch_sampler is None
-        or isinstance(loader.dataset, IterableDataset)
-    ):
+    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not indexed or loader.batch_sampler is None:
         return list(_feature_batches(network, loader))
     read: Any = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
     x, *rest = _join_batches(network, DataLoader(loader.dataset, loader.batch_size or 256, **read))

@@ -21,12 +21,10 @@ def report(
 ) -> list[Path]:
     """Writes evaluations as results.csv, report.md and report.html to a folder, or as one file.
 
-    Intervals and p-values reflect the number of test examples and, if there are several, of seeds. The page is one
-    self-contained file.
+    Intervals and p-values reflect the number of test examples and, if there are several, of seeds. The page is one file.
 
     Args:
-        evaluations: name -> `Evaluation`, or a list of them from different seeds; the i-th evaluations of two names are
-            compared with each other.
+        evaluations: name -> `Evaluation`, or a list of them from different seeds; the i-th ones of two names are compared.
         path: a folder, created if missing, or a file ending in .csv, .md, .html or .tex (only the tables).
         title: heading of the page.
         baseline: name that the others are compared with; None is the first.

@@ -104,7 +104,7 @@ def test_shapes_that_come_often_are_captured_up_to_a_few_in_one_pool(asked: list
     captured = Twice()
     assert [captured.should_capture("a") for _ in range(4)] == [False, False, True, True]
     for key in range(MOST_GRAPHS):
-        assert captured.capture(key, lambda: None, []) is captured.graphs[key]
+        assert captured.capture(key, lambda: None, [], ()) is captured.graphs[key]
     assert [pool for _, pool, _ in asked] == [None, "pool", "pool"]
     assert not any(captured.should_capture("b") for _ in range(5))
 
@@ -113,12 +113,12 @@ def test_shapes_that_come_often_are_captured_up_to_a_few_in_one_pool(asked: list
 @pytest.mark.usefixtures("asked")
 def test_a_refused_capture_is_the_last_and_said_once_and_graphs_before_stay(caplog: pytest.LogCaptureFixture) -> None:
     captured = Twice()
-    kept = captured.capture("a", lambda: None, [])
+    kept = captured.capture("a", lambda: None, [], ())
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        assert captured.capture("b", refusing, []) is None
+        assert captured.capture("b", refusing, [], ()) is None
         assert not captured.failed  # once more, after plain calls that keep constants
         assert [captured.should_capture("b") for _ in range(3)] == [False, False, True]
-        assert captured.capture("b", refusing, []) is None
+        assert captured.capture("b", refusing, [], ()) is None
         captured.disable_capture("another reason")
     assert captured.failed
     assert captured.graphs == {"a": kept}

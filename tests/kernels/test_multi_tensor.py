@@ -1,7 +1,5 @@
 """Kernels over many tensors against plain operations: in Triton's interpreter here, compiled on a GPU."""
 
-import copy
-import functools
 import os
 import subprocess
 import sys
@@ -10,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import dissensus as ds
 from dissensus.kernels import multi_tensor
 from dissensus.kernels.multi_tensor import BLOCK, Chunks
 from dissensus.methods.tradi import WeightFilters
@@ -55,25 +51,6 @@ def filters_agree(
         assert mean.isfinite().all()
 
 
-def snapshots_agree(device, method, networks):
-    """Fused and plain snapshots of the same weights are recorded alike."""
-    plain, fast = (method(copy.deepcopy(networks)).to(device) for _ in range(2))
-    recorders, fused_record = (plain.recorder, fast.recorder), fast.recorder.record_fused
-    plain.recorder.record_fused, found = (lambda *args: False), []
-    fast.recorder.record_fused = lambda *args: found.append(fused_record(*args, on=device)) or found[-1]
-    for number in range(1, 5):
-        for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
-            if a.ndim > 3:  # as `fit` lays kernels out on a GPU
-                b.data = b.data.movedim(-3, -1).contiguous().movedim(-1, -3)
-            b.data.add_(noise := torch.randn(a.shape, device=device))
-            a.data.add_(noise)
-        for recorder in recorders:
-            recorder.record(number)
-    assert found == 4 * [True]
-    for (name, a), b in zip(plain.recorder.named_buffers(), fast.recorder.buffers(), strict=True):
-        torch.testing.assert_close(b, a, rtol=2e-6, atol=2e-6, msg=name)
-
-
 def everything(device):
     """All kernels on a device; called in another process, where Triton interprets them."""
     torch.manual_seed(0)
@@ -83,13 +60,6 @@ def everything(device):
     filters_agree(device, bad=True, flagged=True)
     filters_agree(device, drift="none")
     filters_agree(device, torch.bfloat16, missing=(0,))
-
-    def network():
-        return nn.Sequential(nn.Conv2d(3, 5, (3, 2)), nn.Conv2d(5, 2, 1), nn.Linear(BLOCK + 1, 1))
-
-    snapshots_agree(device, functools.partial(ds.SWAG, rank=3), network())
-    snapshots_agree(device, functools.partial(ds.SWAG, rank=3), [network(), network()])
-    snapshots_agree(device, ds.SWA, network())
     tensors, chunks = [torch.ones(2 * BLOCK + 1, device=device), torch.ones(3, 2, device=device)], Chunks()
     for on in (0.0, 1.0):
         assert chunks.find(tensors, on=device)

@@ -43,8 +43,7 @@ def fgsm(
 ) -> Adversarial:
     """Attacks inputs by one gradient step of size ε (Goodfellow, Shlens & Szegedy, ICLR 2015).
 
-    Returns an `Adversarial` with x + ε sign(∇ −log p̄), or x + ε ∇/‖∇‖ for norm "2", even if that does not raise the loss.
-    Arguments as in `pgd`.
+    Returns an `Adversarial` with x + ε sign(∇ −log p̄), or x + ε ∇/‖∇‖ for norm "2", in any case. Arguments as in `pgd`.
     """
     aim = AttackObjective(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
     ball = Ball.around_inputs(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
@@ -88,11 +87,9 @@ def pgd(
         random_start: whether to start at a uniformly drawn point of the ball.
         generator: generator of the random start; None is torch's global one.
         bounds: least and largest value of an input, (0, 1) for pixels; None for no bounds.
-        standardiser: the `Standardiser` of x, if x is standardised: ε, step size and bounds are then in the original
-            units (pixels for images), the same for all channels.
-        draw: "fixed" attacks one draw of functions, the one that `posterior.predict` would use; "fresh" uses a new draw
-            for every gradient. They differ only for a sampling method without a stored draw. Or the result of
-            `posterior.draw()`, to attack that draw.
+        standardiser: the `Standardiser` of x, if there is one: ε, step size and bounds are then in the original units.
+        draw: "fixed" attacks the draw of functions that `posterior.predict` would use; "fresh" draws for every gradient.
+            They differ only for a sampling method without a stored draw. Or the result of `posterior.draw()`.
         at_once: most pairs of a member and an input in memory at a time (at least one input).
 
     Returns:
@@ -102,8 +99,7 @@ def pgd(
     aim = AttackObjective(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
     ball = Ball.around_inputs(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
     size = 2.5 * epsilon / max(steps, 1) if step_size is None else float(number("step_size", step_size, above=0))
-    start = ball.random_point(generator) if random_start else None
-    return gradient_ascent(aim, ball, steps=steps, size=size, start=start)
+    return gradient_ascent(aim, ball, steps, size, ball.random_point(generator) if random_start else None)
 
 
 def fool(
@@ -121,8 +117,7 @@ def fool(
 ) -> Adversarial:
     """Turns noise into inputs that the mixture classifies as a given class, by ascent of log p̄(target) within the bounds.
 
-    The gradient ascent of Nguyen, Yosinski & Clune (CVPR 2015). Returns an `Adversarial`. Arguments as in `pgd`, without a
-    ball.
+    The gradient ascent of Nguyen, Yosinski & Clune (CVPR 2015). Returns an `Adversarial`. Arguments as in `pgd`; no ball.
 
     Args:
         start: (B, ...) noise, for example `torch.rand(10, 1, 28, 28)`, standardised if a standardiser is given.
@@ -132,7 +127,7 @@ def fool(
     classes = torch.full((len(start),), target) if isinstance(target, int) else target
     aim = AttackObjective(posterior, start, classes, draw=draw, targeted=True, at_once=at_once)
     ball = Ball.around_inputs(aim.x, None, norm=norm, bounds=bounds, standardiser=standardiser)
-    return gradient_ascent(aim, ball, steps=steps, size=float(number("step_size", step_size, above=0)))
+    return gradient_ascent(aim, ball, steps, float(number("step_size", step_size, above=0)), None)
 
 
 def gradient(posterior: Posterior, x: Tensor, y: Tensor, *, at_once: int = AT_ONCE) -> Tensor:
@@ -141,9 +136,7 @@ def gradient(posterior: Posterior, x: Tensor, y: Tensor, *, at_once: int = AT_ON
     return look.direction * look.gradient_scale
 
 
-def gradient_ascent(
-    aim: AttackObjective, ball: Ball, *, steps: int, size: float, start: Tensor | None = None
-) -> Adversarial:
+def gradient_ascent(aim: AttackObjective, ball: Ball, steps: int, size: float, start: Tensor | None) -> Adversarial:
     """The best of the original inputs, the start, and the iterates after each step."""
     now = best = aim.evaluate(aim.x, climb=start is None and steps > 0)
     if start is not None:
@@ -195,8 +188,7 @@ class AttackObjective:
 
         ∇ −log p̄ = (Σ_m w_m ∇d_m) / Σ_m p_m,    w_m = p_m (1 − p_m)
 
-    Attacks need only its direction, Σ_m w_m ∇d_m / Σ_m w_m, which stays exact when p_m rounds to one and the gradient itself
-    underflows. Otherwise an overconfident network would look robust.
+    Attacks need only its direction, Σ_m w_m ∇d_m / Σ_m w_m, exact also where p_m rounds to one, as in overconfident networks.
     """
 
     def __init__(self, posterior: Posterior, x: Tensor, y: Tensor, *, draw: Draw, targeted: bool, at_once: int) -> None:

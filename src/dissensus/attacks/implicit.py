@@ -26,8 +26,7 @@ class ImplicitCorruptions:
     Args:
         inputs: (S, B, ...) corrupted inputs, on the posterior's device.
         functions: (S,) indices of the drawn functions.
-        explained: (S, B) share of ‖f_s(x) − f̄(x)‖² that the corrupted input reproduces: 1 is all of it, also if there is
-            no difference.
+        explained: (S, B) share of ‖f_s(x) − f̄(x)‖² that the corrupted input reproduces; 1 if there is no difference.
     """
 
     inputs: Tensor
@@ -72,11 +71,9 @@ def implicit_corruptions(
         raise ValueError(f"expected one floating-point tensor of inputs, got {what}; pass images as x / 255")
     x = x.detach().to(expect_posterior(posterior).device)
     with inference_context(posterior):
-        if isinstance(draw, DrawnFunctions):
-            drawn = draw
-        else:
+        if not isinstance(draw, DrawnFunctions):
             one_of("draw", draw, ("fixed", "fresh"))
-            drawn = posterior.draw()
+        drawn = draw if isinstance(draw, DrawnFunctions) else posterior.draw()
         chosen = torch.arange(min(wanted, drawn.members)) * drawn.members // min(wanted, drawn.members)
         inputs, explained = [], []
         for part in torch.split(x, max(at_once // (drawn.members * len(chosen)), 1)):

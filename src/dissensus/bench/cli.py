@@ -351,12 +351,8 @@ def print_results(results: Results) -> None:
             grid.add_section()
             grid.add_row(f"[dim]{safe_markup(group)}[/dim]", *[""] * len(row.cells))
         label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
-        cells = [
-            f"[bold]{safe_markup(cell.text)}[/bold]"
-            if cell.best
-            else f"{safe_markup(cell.text)}{' ≈' if cell.equal else ''}"
-            for cell in row.cells
-        ]
+        texts = [(cell.best, safe_markup(f"{cell.text}{' ≈' if cell.equal else ''}")) for cell in row.cells]
+        cells = [f"[bold]{text}[/bold]" if best else text for best, text in texts]
         grid.add_row(safe_markup(label), *cells)
     console = wide_console()
     console.print(grid)

@@ -1,5 +1,4 @@
-"""Runs a task over a grid: one or several settings, or the width, each at several values; trains and measures all cells,
-then reports."""
+"""Runs a task over a grid: settings, or the width, each at several values; trains and measures all cells, then reports."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
         for axis, i in here:
             for key, values in axis.settings.items():
                 if _is_read(key, methods):
-                    settings = apply_override(
-                        settings, f"{key}={json.dumps(values[i])}", methods=methods, beside=str(task.folder or "")
-                    )
+                    change = f"{key}={json.dumps(values[i])}"
+                    settings = apply_override(settings, change, methods=methods, beside=str(task.folder or ""))
         at = {axis.name: axis.values[i] for axis, i in here}
         name = "-".join(f"{axis}{value:g}" for axis, value in at.items())
         check_task(settings, f"{task.name}, {name}")
@@ -174,49 +172,43 @@ def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell]
     """The page of a grid: quality over the first axis, learning curves, results and differences in every cell."""
     first, first_axis = measured[0].results, axes[0]
     palette, (every, against) = colours(list(first.methods)), compare_cells(measured, baseline)
-    drawn = figure_sections.setting_figure(
-        quality_rows(axes, measured), label=first_axis.label, log=first_axis.log, palette=palette
-    )
+    shown = quality_rows(axes, measured)
+    drawn = figure_sections.setting_figure(shown, label=first_axis.label, log=first_axis.log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=first_axis.label))}
     learning = {cell_label(axes, each.cell): figure_sections.learning_data(each.results) for each in measured}
     if learned := {label: found for label, found in learning.items() if found}:
         figures["curves.png"] = (figure_sections.learning_figure(learned, palette=palette), LEARNING)
     count = len(next(iter(first.methods.values())))
     results = [tables.main_table(*each[1:]) for each in measured]
-    differences = [
-        tables.difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
-    ]
+    pairs = zip(measured, against, strict=True)
+    differences = [tables.difference_table(*each[1:3], found, baseline) for each, found in pairs]
     told = f"{DIFFERENCES} {comparison_sentence(first, every)}"
-    shown = [
+    sections = [
         (f"Results{f' of {count} seeds' if count > 1 else ''}", RESULTS, join_tables(axes, measured, results)),
         (f"Differences to {baseline}", told, join_tables(axes, measured, differences)),
     ]
     said = focus_sentences(axes, measured, against, first.focus, baseline)
     texts = {"results.csv": results_csv(measured)}
-    return CellsPage(task.title, first.description, said, first.facts, shown, figures, texts)
+    return CellsPage(task.title, first.description, said, first.facts, sections, figures, texts)
 
 
 def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Family, list[Family]]:
     """All methods against the baseline: one family over all cells, by cell, measure and method; and one family per cell."""
-    every = comparison_family(
-        {
-            (each.cell.name, measure.key, name): compare_methods(draws, each.draws[measure.key][baseline])
-            for each in measured
-            for measure in each.measures
-            for name, draws in each.draws[measure.key].items()
-            if measure.best is not None and name != baseline and baseline in each.draws[measure.key]
-        },
-        holm=measured[0].results.holm,
-    )
+    pairs = [(each.cell.name, measure, each.draws[measure.key]) for each in measured for measure in each.measures]
+    found: dict[tuple[str, ...], Any] = {
+        (cell, measure.key, name): compare_methods(one, draws[baseline])
+        for cell, measure, draws in pairs
+        for name, one in draws.items()
+        if measure.best is not None and name != baseline and baseline in draws
+    }
+    every = comparison_family(found, holm=measured[0].results.holm)
 
     def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}
 
-    names = [each.cell.name for each in measured]
-    return every, [
-        Family(entries_of_cell(name, every.comparisons), entries_of_cell(name, every.p_values), every.level)
-        for name in names
-    ]
+    both, names = (every.comparisons, every.p_values), [each.cell.name for each in measured]
+    parts = [[entries_of_cell(name, table) for table in both] for name in names]
+    return every, [Family(compared, p_values, every.level) for compared, p_values in parts]
 
 
 def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], each_table: Sequence[Table]) -> Table:

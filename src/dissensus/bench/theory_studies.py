@@ -175,8 +175,7 @@ def regimes() -> Study:
 def regime_map(collectivities: Sequence[float], members: Sequence[int]) -> Tensor:
     """(2, R, S) for u = p + √(1 − p²) N(0, 1), with R collectivities p² and S numbers of members.
 
-    First the largest stable rate at γ = M relative to one member's; second, at γ = 1 with fixed u, the speed of differences
-    relative to the mean's.
+    First the largest stable rate at γ = M over one member's; second, at γ = 1 with fixed u, differences' speed over means'.
     """
     found = []
     for collectivity, count in product(collectivities, members):

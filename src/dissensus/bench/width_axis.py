@@ -106,11 +106,8 @@ def _scale_units(what: str, value: Any, factor: float) -> Any:
 def rows_of_runs(cells: Sequence[WidthCell], runs: Sequence[Run]) -> list[WidthRow]:
     """The rows of finished runs: one for each embedded ensemble, and one for each size of independent ensembles."""
     sizes = sorted({cell.members for cell in cells if cell.method == EMBEDDED})
-    found = [
-        _row(cell, run, members)
-        for cell, run in zip(cells, runs, strict=True)
-        for members in ([cell.members] if cell.method == EMBEDDED else sizes)
-    ]
+    pairs = zip(cells, runs, strict=True)
+    found = [_row(cell, run, m) for cell, run in pairs for m in ([cell.members] if cell.method == EMBEDDED else sizes)]
     return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in PLACE)])
 
 

@@ -217,10 +217,9 @@ class UnchangedInputs:  # not a generator, which takes three times as long
     def __exit__(self, kind: object = None, *_: object) -> None:
         for tensor, version in self.given:
             if kind is None and tensor._version != version:
-                raise ValueError(
-                    "expected a network that does not change its inputs, got one that changes them in place; write "
-                    "x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"
-                )
+                advice = "write x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"
+                got = f"one that changes them in place; {advice}"
+                raise ValueError(f"expected a network that does not change its inputs, got {got}")
 
 
 class SmallBatchGuard:  # not a generator, which takes three times as long

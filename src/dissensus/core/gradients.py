@@ -7,7 +7,7 @@ the other, work everywhere and give the same results; the engines add compiled, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -18,7 +18,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
 from dissensus.core.divergence import amax
 from dissensus.core.member import run_separately
-from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, map_trees
+from dissensus.core.member_runner import NOTHING, ONE_LANE, PROCESS, FallbackChain, MemberLanes, map_trees
 from dissensus.core.particles import Particles, Rows
 from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
@@ -422,12 +422,9 @@ def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = Non
 
 
 def compute_gradients(
-    posterior: Objective,
-    batch: Batch,
-    strategy: Strategy | None = None,
-    unmixed: Callable[[Tensors], object] = lambda gradients: None,
+    posterior: Objective, batch: Batch, strategy: Strategy | None = None, check: Callable[..., object] = lambda _: None
 ) -> Gradients:
-    """Gradients by the strategy, mixed if the method mixes them; `unmixed` is called with those before mixing."""
+    """Gradients by the strategy, mixed if the method mixes them; `check` is called with those before mixing."""
     # The network is locked against other threads meanwhile.
     exchange = posterior.particles.exchange
     with _training_lock(posterior), posterior.particles.runner.run_context():
@@ -436,7 +433,7 @@ def compute_gradients(
         found = cast(Gradients, exchange.reduce_gradients(posterior, found))
         if posterior.interaction != "mix":
             return found
-        unmixed(found.gradients)
+        check(found.gradients)
         return found._replace(gradients=exchange.mix_gradients(posterior.mix, found.gradients), largest=None)
 
 
@@ -460,19 +457,14 @@ def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | No
             parameter.grad.add_(gradient)
 
 
-def _training_lock(posterior: Objective, *, by_autograd: bool = False) -> AbstractContextManager[object]:
+@contextmanager
+def _training_lock(posterior: Objective, *, by_autograd: bool = False) -> Iterator[None]:
     """Checks that training is possible and locks the network; coupled members lock the whole process."""
-    # Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the
-    # process.
+    # Coupled members draw the same random numbers twice and switch attention kernels: both are global to the process.
     check_trainable(posterior)
     _check_single_process(posterior, by_autograd=by_autograd)
     _check_frozen(posterior.particles)
-    return _process_lock(posterior) if posterior.interaction == "couple" else posterior.particles.lock_network()
-
-
-@contextmanager
-def _process_lock(posterior: Objective) -> Iterator[None]:
-    with PROCESS, posterior.particles.lock_network():
+    with PROCESS if posterior.interaction == "couple" else NOTHING, posterior.particles.lock_network():
         yield
 
 

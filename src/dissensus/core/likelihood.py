@@ -120,10 +120,8 @@ class Classification(Likelihood):
     Args:
         ignore_index: label of positions that do not count, in training and in evaluation; None counts all.
         class_weights: C numbers, used in training only; the loss is −Σ w_y log p_y / Σ w_y, as in torch's
-            cross_entropy(weight=), and for soft labels the mean of −Σ_c w_c y_c log p_c. Predictions, validation and
-            evaluation are not weighted.
-        label_smoothing: ε from 0 to below 1, used in training only: targets are (1 − ε) y + ε / C, as in torch's
-            cross_entropy(label_smoothing=).
+            cross_entropy(weight=), and for soft labels the mean of −Σ_c w_c y_c log p_c.
+        label_smoothing: ε from 0 to below 1, in training only: targets are (1 − ε) y + ε / C, as in torch's cross_entropy.
     """
 
     def __init__(
@@ -230,23 +228,19 @@ class Classification(Likelihood):
                 hint = "pass class indices, not one-hot rows"
             elif space and y.shape == output_shape[:-1]:
                 hint = "classes are axis 1 of the logits: return outputs.movedim(-1, 1), or pass likelihood=Tokens()"
-            raise ValueError(
-                f"expected integer class indices of shape {(batch, *space)} or soft labels of shape {tuple(output_shape)}, "
-                f"got {y.dtype} of shape {tuple(y.shape)}; {hint}"
-            )
+            wanted = f"integer class indices of shape {(batch, *space)} or soft labels of shape {tuple(output_shape)}"
+            raise ValueError(f"expected {wanted}, got {y.dtype} of shape {tuple(y.shape)}; {hint}")
         if soft:
             ones = torch.ones((), dtype=y.dtype)
             if y.device.type == "cpu" and not (torch.allclose(y.sum(1), ones, atol=1e-3) and bool((y >= 0).all())):
-                raise ValueError(
-                    "expected soft labels ≥ 0 that sum to one over axis 1 (classes), got others; normalise them (y.softmax(1))"
-                )
+                wanted = "soft labels ≥ 0 that sum to one over axis 1 (classes)"
+                raise ValueError(f"expected {wanted}, got others; normalise them (y.softmax(1))")
             return
         self._clear |= space != [classes]
         if not self._clear:
-            raise ValueError(
-                f"expected logits (B, C, T) with C ≠ T, got {tuple(output_shape)}, perhaps (B, T, C); return outputs[..., "
-                "None] with targets y[..., None] if axis 1 holds the classes, else pass likelihood=Tokens()"
-            )
+            advice = "return outputs[..., None] with targets y[..., None] if axis 1 holds the classes"
+            got = f"{tuple(output_shape)}, perhaps (B, T, C); {advice}, else pass likelihood=Tokens()"
+            raise ValueError(f"expected logits (B, C, T) with C ≠ T, got {got}")
         if y.device.type != "cpu" or y.numel() == 0:
             return
         known = y.long() if self.ignore_index is None else y[y != self.ignore_index].long()
@@ -278,13 +272,11 @@ def expand_weight(weight: Tensor | None, like: Tensor, counted: Tensor | None = 
     return found if counted is None else found * counted
 
 
-def log_prob_sum(
-    likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def log_prob_sum(likelihood: Likelihood, found: Predictive, y: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
     counted = likelihood.target_mask(y)
-    known = counted is None or predictive.ignore_index is not None
-    log_prob = predictive.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
+    known = counted is None or found.ignore_index is not None
+    log_prob = found.log_prob(y if known else torch.where(counted, y, 0)).double()  # type: ignore[arg-type]
     w = expand_weight(weight, log_prob, counted)
     return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # avoids 0 · −∞ for positions that do not count
 
@@ -292,8 +284,7 @@ def log_prob_sum(
 class RealTargets(Likelihood):
     """Base class of likelihoods of real targets, which may be standardised for the network.
 
-    With targets (mean, std) the network's outputs are z = (y − mean) / std, but targets, predictions and densities are
-    always in the units of y: users never see z.
+    With targets (mean, std) the network's outputs are z = (y − mean) / std; users see targets, predictions and densities of y.
     """
 
     def __init__(self, targets: Any = None, unit: str | None = None) -> None:
@@ -430,8 +421,7 @@ class Regression(RealTargets):
 class HeteroscedasticRegression(RealTargets):
     """The likelihood of real targets with noise that depends on the input (Lakshminarayanan et al. 2017).
 
-    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D), or (B,) for
-    D = 1: give the network twice as many outputs as y has columns.
+    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets are (B, D), or (B,) if D = 1.
 
     Args:
         targets, unit: as in `Regression`.

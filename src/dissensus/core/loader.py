@@ -196,7 +196,7 @@ def partition_functions(posterior: TrainableModule, drawn: DrawnFunctions) -> Fu
 
 def map_batches(
     posterior: TrainableModule,
-    work: Callable[[Any], Any],
+    work: Callable[..., Any],
     given: Iterable[Any],
     portion: FunctionPartition,
     device: Any = "cpu",

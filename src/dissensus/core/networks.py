@@ -28,8 +28,7 @@ MemberSource = Sequence[nn.Module] | Callable[..., nn.Module]
 class NetworksPosterior(Posterior):
     """Base class of methods that hold the caller's module itself, or copy a list of modules into a stack.
 
-    Another posterior's particles are used directly, with their likelihood: both posteriors then share the same weights.
-    `latents`: extra tensors; each network of a list gets a copy.
+    Another posterior's particles and likelihood are shared, not copied. `latents`: extra tensors, copied for each network.
     """
 
     networks_taken = "any"
@@ -225,11 +224,8 @@ def _signature(network: nn.Module) -> dict[str, str]:
     first_name: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         tied = first_name.setdefault(id(parameter), name)
-        described[f"parameter '{name}'"] = (
-            f"{tuple(parameter.shape)} {parameter.dtype}"
-            + ("" if parameter.requires_grad else " frozen")
-            + ("" if tied == name else f" tied to {tied}")
-        )
+        marks = ("" if parameter.requires_grad else " frozen") + ("" if tied == name else f" tied to {tied}")
+        described[f"parameter '{name}'"] = f"{tuple(parameter.shape)} {parameter.dtype}{marks}"
     for name, buffer in network.named_buffers():
         described[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     return described

@@ -36,16 +36,9 @@ from dissensus.core.member import (
 )
 from dissensus.core.member_runner import How, Rows, Runner, locked_deepcopy, loop, network_lock, stack_trees
 from dissensus.kernels.multi_copy import copy_all, copy_by_name
+from dissensus.utils import sharding
 from dissensus.utils.batch_norm_names import frozen_norms
 from dissensus.utils.module_state import deepcopy_memo, differing_attribute, plain_attributes
-from dissensus.utils.sharding import (
-    check_copyable,
-    check_own_tensors,
-    gather_full_tensors,
-    is_divided,
-    is_fully_sharded,
-    reshard_after_forward,
-)
 from dissensus.utils.shared_tensors import alias, is_one_tensor
 from dissensus.utils.tensor_tree import (
     Cache,
@@ -83,7 +76,9 @@ class Particles(nn.Module):
         self._choose_runner()
         self._places: dict[int, TensorPlaces] = {}  # of our own templates, by number
         self._forward_attributes = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
-        self.fully_sharded = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
+        self.fully_sharded = sharding.is_fully_sharded(
+            self.template.network
+        )  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._logged_names: set[str] = set()
 
@@ -93,7 +88,7 @@ class Particles(nn.Module):
         own = {id(tensor) for name, tensor in tensors_by_name(self.template).items() if name in stacked}
         self.runner = Runner(self.template, own)
         # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
-        self.divided = any(map(is_divided, chain(stacked.values(), tensors_by_name(self.shared).values())))
+        self.divided = any(map(sharding.is_divided, chain(stacked.values(), tensors_by_name(self.shared).values())))
         self.wraps_original = self.shared is self.template  # whether the one member is the caller's module itself
         cache_submodules(self, "own", "shared")
         if len(self.templates) > 1 or self.divided:
@@ -105,7 +100,7 @@ class Particles(nn.Module):
         if isinstance(network, Particles):
             return network
         check_initialised(network)
-        reshard_after_forward(network)
+        sharding.reshard_after_forward(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
         return cls(member, own=TensorTree(), shared=member, members=1)
 
@@ -138,11 +133,8 @@ class Particles(nn.Module):
         alike = equal_frozen_names(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        held = {
-            name: [alias(rows[name][0], trained=False)]
-            for name in alike
-            if len(networks) > 1 and is_one_tensor(rows[name])
-        }
+        once = [name for name in alike if len(networks) > 1 and is_one_tensor(rows[name])]
+        held = {name: [alias(rows[name][0], trained=False)] for name in once}
         mine, common = split_trees({**rows, **held}, own=lambda n: n == NUMBER or rule(n), kept=kept, held=held)
         templates = [empty_copy(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
@@ -261,7 +253,7 @@ class Particles(nn.Module):
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) for the member with these tensors. Pure: changes nothing."""
         if self.fully_sharded:
-            check_own_tensors(params, self.shared_parameters())
+            sharding.check_own_tensors(params, self.shared_parameters())
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
         template = self.templates[number]
@@ -278,7 +270,7 @@ class Particles(nn.Module):
 
     def full_tensors(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
-        return gather_full_tensors(tensors) if self.divided and not self.fully_sharded else tensors
+        return sharding.gather_full_tensors(tensors) if self.divided and not self.fully_sharded else tensors
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) after a run, and state in attributes; shared buffers get the mean over members."""
@@ -372,7 +364,7 @@ class Particles(nn.Module):
     def copy_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
-        check_copyable(self.template.network)
+        sharding.check_copyable(self.template.network)
         with self.lock_network(), torch.no_grad():
             copied = copy.deepcopy(part, empty_tensor_memo(part) if self.divided else deepcopy_memo(part))
             params, buffers = self.member_tensors(index)

@@ -79,8 +79,6 @@ class Posterior(TrainableModule, ABC):
         # Whether learned noise was checked before a step, and before a prediction.
         self._started = self._predicted = False
 
-    # ------------------------------------------------------------------ what a method declares
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         """(loss (), z, buffers afterwards) of one member: a pure function. z is the quantity in which members interact.
 
@@ -89,8 +87,7 @@ class Posterior(TrainableModule, ABC):
             batch: x, y and weight, on the posterior's device.
 
         Returns:
-            The batch-mean loss (), prior included; z, a tensor or a tree of tensors for `couple`, () for none; and the
-            buffers by name after the forward pass.
+            The batch-mean loss (), prior included; z, a tree of tensors for `couple`, () for none; the buffers afterwards.
         """
         value, buffers = self.particles.call(Member.nll, params, buffers, batch)
         penalty = self.penalty(params)
@@ -100,8 +97,7 @@ class Posterior(TrainableModule, ABC):
     def draw(self) -> DrawnFunctions:
         """M fixed functions drawn from the posterior, as a module (B, *in) -> (M, B, *out).
 
-        Methods that store members return those. Methods that sample return new samples each time, until `ds.refresh` has
-        stored a draw.
+        Methods that store members return those; methods that sample draw anew each time, until `ds.refresh` has stored a draw.
         """
 
     def current(self) -> DrawnFunctions:
@@ -130,8 +126,6 @@ class Posterior(TrainableModule, ABC):
         """Stores a draw, with batch statistics re-estimated from the loader, if the method samples; users call `ds.refresh`."""
         return None
 
-    # ------------------------------------------------------------------ what every posterior can do
-
     @property
     @final
     def likelihood(self) -> Likelihood:
@@ -158,8 +152,7 @@ class Posterior(TrainableModule, ABC):
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses; adds the same gradients to `.grad` as `loss(x, y).backward()`, but faster.
 
-        Use it in your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
-        `loss`.
+        For your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in `loss`.
         """
         batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
@@ -189,8 +182,7 @@ class Posterior(TrainableModule, ABC):
                 `inputs`, raw inputs, or a single raw example.
 
         Returns:
-            A `Predictive` for B inputs that keeps every member; a `SummaryPredictive` if a calibration acts on the
-            members' mean.
+            A `Predictive` for B inputs with every member; a `SummaryPredictive` if a calibration acts on their mean.
 
         Raises:
             Diverged: a member predicts NaN.
@@ -306,8 +298,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Draws the functions of a sampling method, re-estimates their batch statistics, and stores both.
 
     Until the next refresh, `draw()` returns these functions, also after saving and loading. Methods that store their
-    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; after your own
-    training loop, call it yourself.
+    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; your own loop should.
 
     Args:
         posterior: any.
@@ -454,10 +445,9 @@ def _layer_error(error: Exception, x: Inputs, particles: Particles) -> ValueErro
     shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.input_tensors(x), given)]
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
-    return ValueError(
-        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, got {shapes[1]} and raised: "
-        f"{first_line(error)}; {_remedy(str(error), layer, given, particles)}"
-    )
+    got = f"{shapes[0]}: {where}, {what}, got {shapes[1]} and raised: {first_line(error)}"
+    remedy = _remedy(str(error), layer, given, particles)
+    return ValueError(f"expected inputs that the network can take, got {got}; {remedy}")
 
 
 def _remedy(said: str, layer: nn.Module, given: list[Tensor], particles: Particles) -> str:

@@ -108,10 +108,9 @@ class FunctionPrior(Prior):
 
     def log_prob(self, params: Tensors) -> Tensor:
         if self.function is None:
-            raise ValueError(
-                f"expected the prior {self.noted.get('name')} of the training, got only its description; call "
-                "posterior.use_prior(prior), or use_prior(None) to train without a prior"
-            )
+            advice = "call posterior.use_prior(prior), or use_prior(None) to train without a prior"
+            wanted = f"the prior {self.noted.get('name')} of the training"
+            raise ValueError(f"expected {wanted}, got only its description; {advice}")
         return self.function(params)
 
     def config(self) -> dict[str, Any]:

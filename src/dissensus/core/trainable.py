@@ -37,8 +37,7 @@ class Watchers(nn.ModuleList):
 class TrainableModule(CalibratedModule):
     """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final.
 
-    `fit`, or your own loop, calls `begin` once and `observe` after every step. Both calls are passed on to the method's
-    recorders (its attributes of class `Recorder`) and to its watchers.
+    `fit`, or your own loop, calls `begin` once and `observe` after every step; recorders (`Recorder`) and watchers get both.
     """
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
@@ -165,8 +164,7 @@ class TrainableModule(CalibratedModule):
     def mix(self, gradients: Tensors) -> Tensors:
         """Returns the tensors for `.grad` in place of these gradients (by name, own ones (M, ...)).
 
-        For methods whose update is not the gradient of a loss (SVGD). It must be affine, so that mixing and adding up the
-        gradients of several batches can be done in either order.
+        For methods whose update is not the gradient of a loss (SVGD). It must be affine: batches may be added up before it.
         """
         raise NotImplementedError
 

@@ -92,13 +92,11 @@ def _network_weights(particles: Particles, shared: Tensors, own: Tensors) -> Wei
 class Recorder(nn.Module, ABC):
     """Base class of recorders: they observe weights during training and sample weights afterwards.
 
-    Subclasses define `observe`, `ready` and `sample`. Keep the record in buffers, so that it is moved, saved and resumed with
-    the posterior. `docs/guides/composing.md` has an example.
+    Subclasses define `observe`, `ready` and `sample` (docs/guides/composing.md). Buffers are moved, saved and resumed.
 
     Args:
         source: a function that returns the `Weights` to observe, of one network or many; it is called again before every
             recorded step, and may raise. `self.weights.rows()` is name -> (M, ...), the present values.
-            `RecordingPosterior` passes its `recorded`.
     """
 
     # Whether it can record weights of which each process has a part (`utils/sharding.py`).

@@ -37,8 +37,7 @@ class Augmentation(Streams):
     Args:
         padding: pixels of zeros added on each side before a crop of the original size.
         flip: flips images left–right with probability ½.
-        cutout: side, in pixels, of a square set to zero; its centre is uniform over the image (DeVries & Taylor 2017).
-            0 leaves it out.
+        cutout: side, in pixels, of a square set to zero, its centre uniform (DeVries & Taylor 2017); 0 leaves it out.
         seed: seed of a separate generator; None uses the device's global generator.
     """
 

@@ -2,7 +2,6 @@
 
 Every operation is a pure function of images, random numbers and explicit constants. It takes images (B, C, H, W), floating,
 on the 8-bit grid k/255 in [0, 1] with C = 1 or 3, and returns the same shape, not yet clipped or truncated to eight bits.
-Random operations take all random numbers from `draws`.
 """
 
 import functools
@@ -85,10 +84,7 @@ def disk(radius: float, softness: float) -> Tensor:
 
 
 def zoom_blur(images: Tensor, draws: Draws, factors: int) -> Tensor:
-    """(B, C, H, W): mean of the image and of `factors` enlargements of it by 1, 1.01, 1.02, …
-
-    In float32, as in the published pipeline.
-    """
+    """(B, C, H, W): mean of the image and of `factors` enlargements of it by 1, 1.01, 1.02, …; in float32, as published."""
     height, width = images.shape[-2:]
     step = 1.01 - 1  # not 0.01, in the last bit, which decides whether the factor 1.25 makes 32 pixels of 26 or 33
     zooms = [1 + step * i for i in range(factors)]
@@ -223,8 +219,7 @@ _ICE = ((78, 149, 166, 14), (201, 205, 214, 18), (201, 205, 214, 18), (138, 153,
 def ice(draws: Draws, height: int, width: int) -> Tensor:
     """(B, 3, H, W): frost on glass: one of five colours, crystals (trails of noise in one direction), patches, speckle.
 
-    The variance shares of the three give neighbouring pixels the correlation of the photographs. The shares add up to
-    0.8: edge pixels repeated beyond the border add the rest.
+    Their variance shares give neighbouring pixels the photographs' correlation; they add up to 0.8: repeated edges add more.
     """
     colours = torch.tensor(_ICE, device=draws.keys.device, dtype=draws.dtype)
     kind = colours[(draws.uniform(0) * len(_ICE)).long()]  # (B, 4)
@@ -270,8 +265,7 @@ def water(layer: Tensor) -> Tensor:
     behind it (Canny 1986, Borgefors 1986, histogram equalisation) work on eight-bit images (B, H, W), levels stored as floats.
     """
     layer = ((layer * 255).floor() % 256).float()  # values above white wrap around, as in the published files
-    distance = chamfer_distance(canny(layer, 50, 150), limit=20)
-    distance = _mean3(distance).floor()
+    distance = _mean3(chamfer_distance(canny(layer, 50, 150), limit=20)).floor()
     relief = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
     relief = _correlate(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
     shine = layer * _mean3(relief).round()
@@ -287,7 +281,8 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
     dx, dy = _correlate(images, sobel, border="replicate"), _correlate(images, sobel.T, border="replicate")
     size = dx.abs() + dy.abs()
-    neighbour = {(i, j): _shift_image(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    windows = F.pad(size, (1, 1, 1, 1)).unfold(1, 3, 1).unfold(2, 3, 1)  # (B, H, W, 3, 3), 0 beyond the border
+    neighbour = {(i, j): windows[..., 1 + i, 1 + j] for i in (-1, 0, 1) for j in (-1, 0, 1)}
     # tan 22.5° in fifteen-bit fixed point; tan 67.5° = tan 22.5° + 2
     flat = dy.abs() * 2**15 < dx.abs() * 13573
     steep = dy.abs() * 2**15 > dx.abs() * (13573 + 2**16)
@@ -343,8 +338,7 @@ def equalise_histogram(images: Tensor) -> Tensor:
 
 def _liquid(images: Tensor, draws: Draws, mean: float, std: float, sigma: float, threshold: float) -> Tensor:
     """(B, H, W): normal noise, smoothed, zero below the threshold."""
-    noise = mean + std * draws.normal(0, *images.shape[-2:])
-    layer = gaussian_smooth(noise, sigma)
+    layer = gaussian_smooth(mean + std * draws.normal(0, *images.shape[-2:]), sigma)
     return torch.where(layer < threshold, 0.0, layer)
 
 
@@ -367,13 +361,6 @@ def _correlate(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
     for row, column in (kernel.abs() > 1e-9).nonzero().tolist():
         result.add_(filled[..., row : row + height, column : column + width], alpha=kernel[row, column].item())
     return result
-
-
-def _shift_image(images: Tensor, down: int, right: int, outside: float) -> Tensor:
-    """(B, H, W): every pixel's neighbour `down` and `right` of it, `outside` beyond the border."""
-    height, width = images.shape[-2:]
-    filled = F.pad(images, (1, 1, 1, 1), value=outside)
-    return filled[:, 1 + down : 1 + down + height, 1 + right : 1 + right + width]
 
 
 def brightness(images: Tensor, draws: Draws, amount: float) -> Tensor:
@@ -476,10 +463,8 @@ def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
         return from_levels(_encode_and_decode(levels, _quantisation_table(_LUMA_TABLE, quality)))
     luma, chroma = _luma_and_chroma(levels)
     luma = _encode_and_decode(luma, _quantisation_table(_LUMA_TABLE, quality))
-    chroma = _encode_and_decode(_halve_chroma(chroma), _quantisation_table(_CHROMA_TABLE, quality))[
-        ..., : (width + 1) // 2
-    ]
-    return from_levels(_rgb(luma, _double_chroma(chroma)[..., :height, :width]))
+    chroma = _encode_and_decode(_halve_chroma(chroma), _quantisation_table(_CHROMA_TABLE, quality))
+    return from_levels(_rgb(luma, _double_chroma(chroma[..., : (width + 1) // 2])[..., :height, :width]))
 
 
 def _quantisation_table(base: str, quality: int) -> Tensor:
@@ -493,7 +478,9 @@ def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
     height, width = planes.shape[-2:]
     filled = F.pad(planes, (0, -width % 8, 0, -height % 8), mode="replicate") - 128
     rows, columns = filled.shape[-2] // 8, filled.shape[-1] // 8
-    cosine = _cosine_matrix()
+    even, odd = _numbers(_EVEN).view(4, 4), _numbers(_ODD).view(4, 4)
+    pairs = torch.stack([torch.cat([even, even.flip(1)], 1), torch.cat([odd, -odd.flip(1)], 1)], dim=1)
+    cosine = pairs.flatten(0, 1)  # (8, 8): the integer transform of eight pixels; its transpose is the way back
     over_rows, over_columns = (torch.kron(torch.eye(count), cosine) for count in (rows, columns))  # block by block
 
     coefficients = _shift_right(apply_to_rows(filled, over_columns), 11)  # two bits kept
@@ -505,13 +492,6 @@ def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
     filled = _shift_right(apply_to_columns(quantised * steps, over_rows.T), 11)
     filled = _shift_right(apply_to_rows(filled, over_columns.T), 18)  # removes the factor eight and the two extra bits
     return (filled[..., :height, :width] + 128).clamp(0, 255)
-
-
-def _cosine_matrix() -> Tensor:
-    """(8, 8): the integer transform of eight pixels; its transpose is the way back."""
-    even, odd = _numbers(_EVEN).view(4, 4), _numbers(_ODD).view(4, 4)
-    rows = torch.stack([torch.cat([even, even.flip(1)], 1), torch.cat([odd, -odd.flip(1)], 1)], dim=1)
-    return rows.flatten(0, 1)
 
 
 def _numbers(text: str) -> Tensor:

@@ -1,9 +1,8 @@
 """The nineteen corruptions of CIFAR-10-C at five severities, batched, on any device, with one random stream per image.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
-The constants in embedded/corruptions.toml are those of the published CIFAR-10-C for 32×32 images. If an image's shorter side
-has S pixels, lengths are scaled by S/32. Lengths in whole pixels (a disk's radius, the reach of glass, the size of a flake)
-never shrink.
+The constants in embedded/corruptions.toml are those of CIFAR-10-C for 32×32 images. If an image's shorter side has S pixels,
+lengths are scaled by S/32; those in whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
 """
 
 import operator
@@ -49,8 +48,7 @@ BENCHMARK: tuple[str, ...] = tuple(_TABLES["benchmark"])
 EXTRA: tuple[str, ...] = tuple(_TABLES["extra"])
 CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
 
-_SMALLEST_SIDE = 8
-_ROWS_PER_SEVERITY = 10_000  # of the published files
+_SMALLEST_SIDE, _ROWS_PER_SEVERITY = 8, 10_000  # of images, and of the published files
 # Values processed at once: bounds memory. A processor's cache holds few; a GPU waits for launches if they are few.
 _CHUNK, _GPU_CHUNK = 1 << 20, 1 << 23
 
@@ -68,8 +66,7 @@ def corrupt(
         images: uint8, or floating in [0, 1], with C = 1 or 3 channels. On greyscale images coloured effects use their luma.
         name: one of `CORRUPTIONS`.
         severity: 1 … 5.
-        seed: random numbers depend on the seed, the name, the severity and the image's index only; not on the batch, nor
-            on any global generator.
+        seed: random numbers depend only on the seed, the name, the severity and the image's index.
         index: (B,) the images' positions in their data set; 0 … B−1 by default.
     """
     one_of("name", name, CORRUPTIONS)
@@ -104,8 +101,7 @@ def scaled_constants(name: str, severity: int, side: int) -> tuple[float, ...]:
 def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = None) -> tuple[Tensor, Tensor]:
     """Reads the published CIFAR-10-C or CIFAR-100-C: images (N, 3, 32, 32) uint8 and labels (N,) int64.
 
-    N is 10,000 for one severity, 50,000 for all (severity=None), severity 1 first. Images are memory-mapped from
-    `folder`/`name`.npy. Pickled files are refused.
+    N is 10,000 for one severity, 50,000 for all (None). Images are memory-mapped from `folder`/`name`.npy; pickles are refused.
     """
     one_of("name", name, CORRUPTIONS)
     if severity is not None:

@@ -191,9 +191,7 @@ def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 FLOOR = 1 << 26  # any file may unpack to this many bytes
-RATIO = (
-    200  # a larger file may unpack to this many times its size; images and tables reach 2 to 20, deflate at most 1,000
-)
+RATIO = 200  # a larger file may unpack to this many times its size; images and tables reach 20, deflate at most 1,000
 
 # Types of the elements of a MATLAB 5 file.
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
@@ -202,10 +200,8 @@ NUMERIC_CLASSES = range(6, 16)  # double, single and the integers; below are cel
 COMPLEX = 0x0800
 
 # All names in the CIFAR pickles, with the place of the first in NumPy 1 and 2.
-PICKLE_NAMES = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")} | {
-    "numpy.ndarray",
-    "numpy.dtype",
-}
+_RECONSTRUCT = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
+PICKLE_NAMES = {"numpy.ndarray", "numpy.dtype", *_RECONSTRUCT}
 # Instructions that hash any object, allocate a size that the file names, or take objects from a table of the process.
 REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 

@@ -1,7 +1,6 @@
 """Image sets: public ones by name and folders of images, read from the user's files; small ones inside the package.
 
-Licences, rows of the originals and checksums of those in the package: embedded/LICENSES.md. Made by
-benchmarks/make_embedded.py.
+Those in the package are made by benchmarks/make_embedded.py; licences and checksums are in embedded/LICENSES.md.
 """
 
 from __future__ import annotations
@@ -129,16 +128,14 @@ READERS: dict[str, Callable[[Path], Arrays]] = {
     "cifar10-python": partial(file_formats.read_cifar_python, labels="labels"),
     "cifar100-binary": partial(_cifar_binary, label_bytes=2),
     "cifar100-python": partial(file_formats.read_cifar_python, labels="fine_labels"),
-    "svhn-mat": _svhn,
-    "svhn-npz": _svhn,
+    **dict.fromkeys(("svhn-mat", "svhn-npz"), _svhn),
 }
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
     """(train, test): ImageSets of 10,000 and 2,000 MNIST digits, (N, 1, 28, 28), with equally many of each class.
 
-    Train rows come from MNIST's train file and test rows from its test file, so no writer is in both. Split a validation
-    set off the train set with `train_validation`.
+    Rows come from MNIST's train and test files, so no writer is in both. `train_validation` splits off a validation set.
     """
     arrays = npz_arrays(open_embedded("digits.npz"))
     return _image_set(arrays, "train_", "mnist"), _image_set(arrays, "test_", "mnist")
@@ -171,8 +168,7 @@ def image_folder(
     Args:
         classes: class names in the order of the labels; for a test set pass those of the training set. A folder with
             another name is an error. None takes all folders in alphabetical order.
-        size: side, or (height, width), in pixels to resize to by antialiased bilinear interpolation. None keeps the size;
-            images of different sizes are then an error.
+        size: side, or (height, width), in pixels to resize to by antialiased bilinear interpolation; None if sizes are equal.
         channels: 3 for colour, 1 for grey.
     """
     root = Path(folder)
@@ -233,7 +229,6 @@ def _stack(files: Sequence[Path], size: Size, channels: int) -> Tensor:
             raise ValueError(f"expected images of one size, got {got}; resize them by size = {int(images.shape[2])}")
         images[row] = torch.from_numpy(np.array(found))
     if resized:
-        log.info(
-            "%d of %d images in %s resized to %s", resized, len(files), files[0].parents[1], size_text(images.shape[2:])
-        )
+        where, shown = files[0].parents[1], size_text(images.shape[2:])
+        log.info("%d of %d images in %s resized to %s", resized, len(files), where, shown)
     return images

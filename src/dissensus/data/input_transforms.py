@@ -129,8 +129,7 @@ class InputTransform(ABC):
 class ImageInputs(InputTransform):
     """Turns raw uint8 images into the network's inputs: (pixels / 255 − mean) / std, (B, C, H, W) in float32.
 
-    Takes tensors, arrays and PIL images: one image, a batch or a list, channels first or last. Floating-point images are
-    refused, because their scale is unknown.
+    Takes tensors, arrays and PIL images: one, a batch or a list, channels first or last. Floats are refused.
 
     Args:
         mean, std: of each of C channels, in units of pixels / 255; one number for images with one channel.

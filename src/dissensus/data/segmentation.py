@@ -1,8 +1,7 @@
 """Segmentation sets: read from folders or by name, with some classes made unknown, with weights for rare classes.
 
 CamVid's layout is that of the SegNet tutorial. Folders, class numbers and splits of StreetHazards and BDD-Anomaly were checked
-against the code of Hendrycks et al., "Scaling Out-of-Distribution Detection for Real-World Settings", ICML 2022, not on the
-archives themselves. Nothing is downloaded.
+against the code of Hendrycks et al. ("Scaling Out-of-Distribution Detection …", ICML 2022), not on archives.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def segmentation_folder(
 def with_unknown(found: SegmentationSet, unknown: Sequence[str]) -> tuple[SegmentationSet, Tensor]:
     """Removes classes from a set, for out-of-distribution detection: (set without them, OOD masks (N, H, W) uint8).
 
-    In the returned set, pixels of unknown classes are VOID and the other classes are renumbered. In the OOD masks, pixels of
-    unknown classes are 1, of known classes 0, and void pixels VOID.
+    In the set, unknown classes are VOID and the others renumbered. In the OOD masks, unknown is 1, known 0, and void VOID.
     """
     if isinstance(unknown, str) or not unknown:
         raise ValueError(f"expected unknown classes as a list of names, got {unknown!r}; pass ['pedestrian']")
@@ -196,8 +194,7 @@ SPLITS = ("train", "val", "test")
 def camvid(split: str = "train", *, folder: Folder = None, size: PixelSize = None) -> SegmentationSet:
     """Reads CamVid: SegmentationSet of 367 train, 101 val or 233 test street scenes with 11 classes (Brostow et al. 2009).
 
-    Expects SegNet's folders: CamVid/train and CamVid/trainannot with PNGs of the same names, likewise val and test. Images
-    have 360×480 pixels. Masks hold 0 to 10, and 11 for void.
+    Expects SegNet's folders CamVid/train and CamVid/trainannot, likewise val and test: 360×480 pixels, masks 0 to 10, void 11.
 
     Args:
         split: "train", "val" or "test".
@@ -252,9 +249,7 @@ def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: PixelSize 
     return read_pairs(chosen, classes, void=VOID, size=size)
 
 
-def _find_pairs(
-    name: str, places: Sequence[str], parts: Sequence[str], folder: Folder, *, ending: str = ""
-) -> list[Pair]:
+def _find_pairs(name: str, places: Sequence[str], parts: list[str], folder: Folder, *, ending: str = "") -> list[Pair]:
     """The pairs of two folders, `parts`, in the first of `places` in the user's folder that contains the first."""
     found = find_place(folder, [f"{place}/{parts[0]}" for place in places], f"{name} ({' and '.join(parts)})")
     root = found.parents[parts[0].count("/")]

@@ -24,8 +24,7 @@ def split_indices(
         count: number of rows, N.
         validation: number of validation rows V if an integer, their share of all rows if a float.
         seed: the same seed gives the same rows; the global generator is not used.
-        labels: (count,) class indices for a stratified split: every class gives its proportional share, rounded by largest
-            remainder so that the sum is exact.
+        labels: (count,) class indices for a stratified split: every class gives its share, rounded by largest remainder.
     """
     held, labels = _validation_count(count, validation), as_tensor(labels)
     generator = torch.Generator().manual_seed(seed)
@@ -70,8 +69,7 @@ def _validation_count(count: int, validation: int | float) -> int:
 
 def _quotas(counts: Tensor, held: int) -> Tensor:
     """(C,) validation rows of each class: held · n_c / N by largest remainder, in exact integer arithmetic."""
-    scaled = held * counts
-    total = int(counts.sum())
+    scaled, total = held * counts, int(counts.sum())
     quotas = scaled // total
     left = held - int(quotas.sum())
     quotas[torch.argsort(scaled % total, descending=True, stable=True)[:left]] += 1

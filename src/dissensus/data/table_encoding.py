@@ -21,6 +21,7 @@ log = logging.getLogger("dissensus")
 
 Name = str | int
 Level = str | int | float | bool
+NUMERIC = re.compile(r"\s*[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?\s*")  # text that reads as a number
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ class CategoryColumn:
 class TableEncoder:
     """Encodes the rows of a table as a tensor, with statistics of the training rows only.
 
-    `TableEncoder.of(table)` builds one from training rows; `encoder(table)` encodes; `.config()` gives plain JSON that
-    `TableEncoder.of_config` reads.
+    `TableEncoder.of(table)` builds one from training rows; `encoder(table)` encodes; `of_config` reads `.config()`, plain JSON.
 
     Numbers are standardised in float64 and rounded once. Dates are converted to seconds. A missing number becomes the mean,
     and a second feature marks the rows without a value. Categories (text, pandas categories, and the columns in
@@ -134,7 +134,7 @@ class TableEncoder:
         for name, column in given.items():
             if name in declared or _is_category(column):
                 made.append(category := CategoryColumn.of(name, column, most_levels))
-                text = [level for level in category.levels if _reads_as_number(level)]
+                text = [level for level in category.levels if isinstance(level, str) and NUMERIC.fullmatch(level)]
                 if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
                     why = "%s is treated as categories, though its text looks like numbers (%r): convert it, or name it"
                     log.warning(f"{why} in categories", name, text[0])
@@ -289,10 +289,6 @@ def comparable_values(name: Name, column: Any) -> np.ndarray:
 def _rank(level: Level) -> tuple[bool, Level]:
     """Numbers before text."""
     return isinstance(level, str), level
-
-
-def _reads_as_number(level: Level) -> bool:
-    return isinstance(level, str) and re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?\s*", level) is not None
 
 
 def _is_missing(value: Any) -> bool:

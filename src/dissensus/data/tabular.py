@@ -61,8 +61,7 @@ def uci_regression(
     Args:
         name: one of REGRESSION_SETS.
         split: number of the split, from 0.
-        folder: contains UCI_Datasets/NAME/data, NAME/data, NAME or the files; None means the environment variable
-            DISSENSUS_DATA.
+        folder: contains UCI_Datasets/NAME/data, NAME/data, NAME or the files; None means the variable DISSENSUS_DATA.
     """
     one_of("name", name, REGRESSION_SETS, hint="read other folders with read_uci_folder")
     path = regression_folder(folder, name)

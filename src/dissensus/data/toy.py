@@ -1,7 +1,6 @@
 """Small synthetic problems to look at: classes in the plane, regressions on the line.
 
-Every function draws in float64 from a separate generator, so a seed gives the same points for every dtype. It returns
-(x, y): x (N, D); y (N,) int64 classes or (N, 1) targets.
+Every function draws in float64 from its own generator and returns x (N, D) and y, (N,) int64 classes or (N, 1) targets.
 """
 
 import math
@@ -14,9 +13,11 @@ from dissensus.data.file_formats import open_embedded
 from dissensus.utils.checks import integer, number
 
 Points = tuple[Tensor, Tensor]
+Dtype = torch.dtype
+FLOAT = torch.float32
 
 
-def two_moons(count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
+def two_moons(count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: Dtype = FLOAT) -> Points:
     """Two classes on interleaved half circles: x (count, 2) and y (count,) in {0, 1}; noise: standard deviation per axis."""
     integer("count", count)
     upper = torch.linspace(0, math.pi, count // 2, dtype=torch.float64)
@@ -29,13 +30,7 @@ def two_moons(count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: to
 
 
 def five_blobs(
-    points: int = 40,
-    *,
-    radius: float = 5.0,
-    std: float = 1.0,
-    scale: float = 1.0,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    points: int = 40, *, radius: float = 5.0, std: float = 1.0, scale: float = 1.0, seed: int = 0, dtype: Dtype = FLOAT
 ) -> Points:
     """Five Gaussian blobs on a ring that starts at the top: x (5 · points, 2) and y (5 · points,) in 0 … 4.
 
@@ -51,12 +46,7 @@ def five_blobs(
 
 
 def donuts(
-    count: int = 500,
-    *,
-    radii: tuple[float, float] = (2.0, 5.0),
-    std: float = 0.3,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    count: int = 500, *, radii: tuple[float, float] = (2.0, 5.0), std: float = 0.3, seed: int = 0, dtype: Dtype = FLOAT
 ) -> Points:
     """Two classes on rings about the origin: x (count, 2) and y (count,), 0 on the inner ring.
 
@@ -69,13 +59,7 @@ def donuts(
 
 
 def far_ring(
-    count: int = 200,
-    *,
-    centre: int = 50,
-    radius: float = 15.0,
-    std: float = 1.0,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    count: int = 200, *, centre: int = 50, radius: float = 15.0, std: float = 1.0, seed: int = 0, dtype: Dtype = FLOAT
 ) -> Tensor:
     """Out-of-distribution points for `five_blobs`, x (count + centre, 2): first a wide ring, then N(0, std²) in its middle."""
     integer("count", count)
@@ -84,7 +68,7 @@ def far_ring(
     return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
 
 
-def x_sin_x(points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
+def x_sin_x(points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: Dtype = FLOAT) -> Points:
     """Regression with a gap: x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], y = x sin x + noise · N(0, 1)."""
     integer("points", points)
     generator = torch.Generator().manual_seed(seed)
@@ -92,7 +76,7 @@ def x_sin_x(points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torc
     return _add_noise(x, x * x.sin(), noise, generator, dtype)
 
 
-def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
+def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: Dtype = FLOAT) -> Points:
     """Cubic regression: x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually plotted on [−6, 6]."""
     integer("count", count)
     generator = torch.Generator().manual_seed(seed)
@@ -100,7 +84,7 @@ def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dt
     return _add_noise(x, x**3, noise, generator, dtype)
 
 
-def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
+def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: Dtype = FLOAT) -> Points:
     """Cubic regression with a gap: x (2 · count, 1) on even grids over [−3, −1] and [1, 3], y = x³ + noise · N(0, 1).
 
     The toy set of iBNN (Trinh, Kaski & Heinonen 2020), with steps of 0.01.
@@ -112,7 +96,7 @@ def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: tor
     return _add_noise(x, x**3, noise, generator, dtype)
 
 
-def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
+def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: Dtype = FLOAT) -> Points:
     """A symmetric hill: x (4 · points − 1, 1) on even grids, y = 1 on [−½, ½], −1 on [−2½, −1½] and [1½, 2½], plus noise.
 
     The noise is noise · N(0, 1). A monotone function, such as a network with one hidden unit, can fit only one of the two
@@ -134,12 +118,11 @@ def gaussian_process(
     low: float = -4.0,
     high: float = 4.0,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: Dtype = FLOAT,
 ) -> Points:
     """Regression on a Gaussian-process sample f: x (count, 1) in U[low, high] and y = f(x) + noise · N(0, 1).
 
-    f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the
-    same inputs.
+    f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f there.
     """
     integer("count", count)
     number("lengthscale", lengthscale, above=0)
@@ -151,7 +134,7 @@ def gaussian_process(
     return _add_noise(x, amplitude * factor @ _normal((count, 1), generator), noise, generator, dtype)
 
 
-def three_clusters(*, dtype: torch.dtype = torch.float32) -> Points:
+def three_clusters(*, dtype: Dtype = FLOAT) -> Points:
     """Regression with three clusters of inputs and gaps between them: features x (400, 2) and targets y (400, 1).
 
     The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning". The points are fixed: there is no seed.

@@ -33,8 +33,7 @@ SLACK = 8
 class Interruptions:
     """Around training: SIGTERM only notes that the process should end: `should_stop` says when, `terminate` lets it act.
 
-    In other threads than the main one, where Python hears no signals, nothing is noted. On a mesh, a rank that hangs ends
-    the others.
+    Outside the main thread, where Python hears no signals, nothing is noted. On a mesh, a rank that hangs ends the others.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, Literal, TypeVar, cast
 
@@ -73,14 +74,12 @@ class Axis:
         parts = [self.part_slice(count, rank) for rank in range(self.size)]
         return [part.stop - part.start for part in parts]
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor, contiguous, which becomes the sum over ranks in place."""
-        self._reduce(tensor)
+    def sum(self, tensor: Tensor, *, pending: list[distributed.Work] | None = None) -> Tensor:
+        """The tensor, contiguous, which becomes the sum over ranks in place; with `pending`, once that work is done."""
+        work = self._reduce(tensor, async_op=pending is not None)
+        if pending is not None and work is not None:
+            pending.append(work)
         return tensor
-
-    def begin_sum(self, tensor: Tensor) -> distributed.Work | None:
-        """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
-        return self._reduce(tensor, async_op=True)  # type: ignore[no-any-return]
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
@@ -123,8 +122,7 @@ class Mesh:
         members: the `Axis` along which ranks hold different members.
         data: the `Axis` along which ranks see different rows of a batch.
         statistics: batch norm statistics in training, "synchronised" over the data axis, or "per rank".
-        batches: "whole" if loaders yield the same batches in every process, "parts" if each rank of the data axis reads its
-            own rows.
+        batches: "whole" if loaders yield the same batches everywhere, "parts" if each rank of the data axis reads its own rows.
         device_mesh: torch's device mesh, with the axes "members" and "data"; None without a process group.
     """
 
@@ -137,11 +135,8 @@ class Mesh:
         batches: Given = "whole",
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        self.members = members
-        self.data = data
-        self.statistics = statistics
-        self.batches = batches
-        self.device_mesh = device_mesh
+        self.members, self.data, self.device_mesh = members, data, device_mesh
+        self.statistics, self.batches = statistics, batches
         self._world = distributed.group.WORLD if is_connected() else None
         set_reporting_check(lambda: self.is_first or not self.is_alive)
 
@@ -213,8 +208,10 @@ class Mesh:
             device: where tensors of what was found shall lie.
         """
         left, window, seen = iter(batches), list[Any](), 0
-        about: dict[str, Any] = {"calls": work.__qualname__, "functions": _functions_checksum(portion.drawn)}
-        about["calibrations and promises"] = tree_checksum([*seen_by])
+        about = {"calls": work.__qualname__, "calibrations and promises": tree_checksum([*seen_by])}
+        drawn = portion.drawn
+        seeds = [each.seed for each in drawn.modules() if isinstance(each, DrawnFunctions)]
+        about["functions"] = tree_checksum([*drawn.parameters(), *drawn.buffers(), seeds])
         most = portion.max_ranks if isinstance(portion, MeshFunctionPartition) else 1
         sharers = self.members if 1 < self.members.size <= most else None
         takers: Ranks = self if sharers is None else self.data
@@ -223,13 +220,13 @@ class Mesh:
             window[:] = islice(left, takers.size)
             return about | {"batches": [*map(tree_checksum, window)]}
 
-        def work_on_own() -> list[Found]:
-            return [work_on_batch(sharers, batch) for batch in window[takers.rank : takers.rank + 1]]
-
-        def work_on_batch(ranks: Ranks | None, batch: Any) -> Found:
+        def work_on(given: list[Any], ranks: Ranks | None) -> list[Found]:
             if ranks is None or not isinstance(portion, MeshFunctionPartition):
-                return work(batch)
-            return portion.run_shared(ranks, lambda: work(batch))
+                return [*map(work, given)]
+            return [portion.run_shared(ranks, partial(work, batch)) for batch in given]
+
+        def work_on_own() -> list[Found]:
+            return work_on(window[takers.rank : takers.rank + 1], sharers)
 
         while True:
             everyone = exchange_results(self, read, "batches")
@@ -237,9 +234,7 @@ class Mesh:
                 check_same([each[what] for each in everyone], what, remedy)
             only = not seen and len(window) == 1 < min(most, takers.size)
             seen += len(window)
-            found = (
-                [work_on_batch(self, window[0])] if only else gather_from_ranks(takers, work_on_own, device, "results")
-            )
+            found = work_on(window, self) if only else gather_from_ranks(takers, work_on_own, device, "results")
             yield from zip([*window], found, strict=True)
             if len(window) < takers.size:
                 return
@@ -285,8 +280,7 @@ def mesh(
         statistics: "synchronised" gives batch norm the statistics of the whole batch, as in one process; "per rank" uses
             each rank's rows, which saves an exchange per layer but is a different model.
         batches: "whole" if every process's loader yields the same batches, of which `fit` takes this rank's rows; "parts" if
-            each rank of the data axis reads its own rows, in equally many batches of equal sizes. A loader with a
-            `DistributedSampler` always yields parts.
+            each rank of the data axis reads its own rows, in equally many equal batches, as with a `DistributedSampler`.
 
     Returns:
         A `Mesh`.
@@ -322,8 +316,8 @@ def shard(network: Network, mesh: Mesh) -> Network:
     """The network itself, of each of whose parameters every rank of the data axis keeps a part; the first process's values.
 
     For methods that hold one network or loop over several. In training and prediction one member at a time is whole; its
-    gradients, the optimiser's states and all other members stay divided. To be called by every process, before the method
-    is built. On one process it does nothing.
+    gradients, the optimiser's states and all other members stay divided. Every process calls it before building the method.
+    On one process it does nothing.
 
     Args:
         network: built whole, on the CPU for example: parts go to the mesh's device.
@@ -456,10 +450,8 @@ class JoinedBatches:
                 return
             if self.sampler is None:
                 if self.read is None and len({mark for mark, packed in everyone if packed}) < len(parts):
-                    advice = 'pass each its own, or mesh(batches="whole")'
-                    raise ValueError(
-                        f'expected different rows on every rank for batches="parts", got the same; {advice}'
-                    )
+                    got = 'the same; pass each its own, or mesh(batches="whole")'
+                    raise ValueError(f'expected different rows on every rank for batches="parts", got {got}')
                 yield _join_rows(parts, torch.cat)
                 continue
             # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
@@ -539,11 +531,6 @@ def _picklable_error(error: Exception | None) -> Exception | None:
     except Exception:  # an error's class may take other arguments than it keeps
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _functions_checksum(drawn: DrawnFunctions) -> int:
-    seeds = [each.seed for each in drawn.modules() if isinstance(each, DrawnFunctions)]
-    return tree_checksum([*drawn.parameters(), *drawn.buffers(), seeds])
 
 
 def tree_checksum(tree: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +78,6 @@ class MeshExchange(Exchange):
     @property
     def batch_fraction(self) -> Tensor | None:
         return self.local_batch.weight
-
-    # ------------------------------------------------------------------ a run of members
 
     def gradient_context(self, posterior: Any, batch: Batch) -> AbstractContextManager[object]:
         stack, self._batch, self._noise = ExitStack(), batch, None
@@ -154,8 +153,6 @@ class MeshExchange(Exchange):
         yield
         self._noise.draw_for_others(self.members - self.member_slice.stop)
 
-    # ------------------------------------------------------------------ members that act on each other
-
     def couple_members(self, couple: Callable[[Any], Any], z: Any) -> Any:
         leaves, form = pytree.tree_flatten(z)
         whole, cuts = [], []
@@ -220,16 +217,11 @@ class MeshExchange(Exchange):
         finally:
             self.particles.members = here
 
-    # ------------------------------------------------------------------ gradients that are complete
-
     @torch.no_grad()
     def submit_gradients(self, gradients: Gradients) -> Gradients:
         """One member's loss and gradients, whose sum over the data axis has begun."""
-        return gradients if self.mesh.data.group is None else self._sum_over_rows(self._begin_sum, gradients)
-
-    def _begin_sum(self, flat: Tensor) -> Tensor:
-        self._pending_sums += [work] if (work := self.mesh.data.begin_sum(flat)) is not None else []
-        return flat
+        add = partial(self.mesh.data.sum, pending=self._pending_sums)
+        return gradients if self.mesh.data.group is None else self._sum_over_rows(add, gradients)
 
     @torch.no_grad()
     def reduce_gradients(self, posterior: Any, found: Gradients) -> Gradients:
@@ -253,8 +245,6 @@ class MeshExchange(Exchange):
         if not self.splits_members or not values.is_floating_point():
             return ALONE.average_members(values)
         return self.mesh.members.sum(values.sum(0)) / self.members
-
-    # ------------------------------------------------------------------ what is not finite
 
     def any_process(self, here: bool) -> bool:
         axis = self._differing_axis

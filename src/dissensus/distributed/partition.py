@@ -1,7 +1,6 @@
 """How `fit` divides training: in an epoch each process holds its members and sees its rows; between epochs each holds all.
 
-Every process reads the same whole batches, or each rank of the data axis reads its own part of them. On one process nothing is
-divided, and nothing is exchanged.
+Every process reads the same whole batches, or each rank of the data axis reads its part. One process divides nothing.
 """
 
 import math
@@ -41,8 +40,7 @@ def partition_training(
 ) -> Iterator["TrainingPartition"]:
     """Inside, how the posterior trains: on this mesh, on one that suits the processes there are, or on one process.
 
-    Members are divided over as many ranks as divide their number, since those exchange no gradients; the rest divide batches.
-    Processes that trained together also predict together.
+    Members are divided over as many ranks as divide their number, which exchange no gradients; other ranks divide batches.
     """
     posterior.ranks = ranks or posterior.ranks
     if mesh is None and posterior.ranks is None:
@@ -107,8 +105,6 @@ class TrainingPartition:
         self._length = None if self.loader.is_stream else self.loader.length
         if self.active_mesh is not None:
             check_same(mesh.gather_objects(self._length), "number of batches", "make the loaders equally long")
-
-    # ------------------------------------------------------------------ the state: all members, or those that lie here
 
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
@@ -227,8 +223,6 @@ class TrainingPartition:
             if id(parameter) in own and isinstance(value, Tensor) and value.ndim
         ]
 
-    # ------------------------------------------------------------------ loaders and batches
-
     def training_batches(self, epoch: int) -> Iterable[Any]:
         """What an epoch of this number reads from the loader."""
         if self.mesh is None:
@@ -327,8 +321,6 @@ class TrainingPartition:
         total = each[:, 1].sum()
         mine = torch.where(total > 0, weight / total, 1 / data.size)
         return LocalBatch(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, is_split=True)
-
-    # ------------------------------------------------------------------ what all must agree on
 
     def choose_engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""

@@ -130,20 +130,14 @@ class CapturedCalls:
         return self.occurrences[key] > max(self.warm_up, least)
 
     def capture(
-        self,
-        key: Hashable,
-        function: Callable[[], Any],
-        inputs: Sequence[Tensor],
-        generators: Sequence[torch.Generator] = (),
+        self, key: Hashable, run: Callable[[], Any], inputs: Sequence[Tensor], generators: Sequence[torch.Generator]
     ) -> Graph | None:
         """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails."""
         # If it fails, it is tried once more after plain calls in which the constants that the function makes are kept.
-        pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
-        constants = self.constants.get(key)
+        pool, constants = next((graph.graph.pool() for graph in self.graphs.values()), None), self.constants.get(key)
+        how: dict[str, Any] = {"pool": pool, "generators": generators, "constants": constants, "relaxed": self.relaxed}
         try:
-            self.graphs[key] = Graph(
-                function, inputs, pool=pool, generators=generators, constants=constants, relaxed=self.relaxed
-            )
+            self.graphs[key] = Graph(run, inputs, **how)
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
             if constants is None and not self.compiled and not isinstance(error, torch.OutOfMemoryError):
@@ -370,10 +364,8 @@ class CapturedFunction(CapturedCalls):
 
     Args:
         context: the context in which the function is called (eval mode, mixed precision).
-        plain: whether the function is Python code, not compiled: its members may run in parallel on streams, and its layers in
-            fewer kernels (`kernels/fused_norm.py`).
-        keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
-            False if the user's code runs in between.
+        plain: whether the function is not compiled: members may run in parallel on streams, and layers in fewer kernels.
+        keeps: whether weights stay the same between calls, as no user's code runs: what follows from them is computed once.
         half: whether the context casts weights.
         count: of the batches to come, where it is known: for few a capture does not pay, for very many cuDNN chooses algorithms
             by timing, and in between the first batch is already replayed, if kernels can be loaded without it.
@@ -423,11 +415,13 @@ class CapturedFunction(CapturedCalls):
         with torch.cuda.device(device), preserve_random_state(device):
             self._drop_if_changed()
             graph = self.graphs.get(key)
-            if graph is None and (self._can_capture_first() or self.should_capture(key)):
+            # The first batch of several can be captured before any has run, if kernels can be loaded without it.
+            first, self.at_once = self.at_once and not self.failed and self._loads_kernels, False
+            if graph is None and (first or self.should_capture(key)):
                 with self.context():
                     held = batches.map_tensors(x, torch.clone)
                     self._load_kernels(held)
-                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held))
+                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held), ())
                 if graph is None:
                     self.graphs.clear()
                 elif self.side_stream is not None:
@@ -437,11 +431,6 @@ class CapturedFunction(CapturedCalls):
             timing = timed_convolutions(device) if self.timed else nullcontext()
             with self.context(), self.record_constants(key), timing:
                 return self.function(x)
-
-    def _can_capture_first(self) -> bool:
-        """Whether this is the first batch of several and can be captured before any has run."""
-        at_once, self.at_once = self.at_once, False
-        return at_once and not self.failed and self._loads_kernels
 
     @property
     def _loads_kernels(self) -> bool:

@@ -119,16 +119,11 @@ def training_memory(
         activations, workspace = _measure_member(posterior, batch, precision)
     else:
         activations, workspace = _activation_bytes(posterior, batch, precision), 0
-    return Memory(
-        weights=_bytes(tensors) - recorded,
-        gradients=_bytes(trained),
-        optimizer=_state_count(optimizer) * _bytes(trained),
-        activations=activations,
-        members=posterior.particles.members,
-        workspace=workspace,
-        recorded=recorded,
-        drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(each, "drawn_bytes")),
-    )
+    settings, members = optimizer.param_groups[0], posterior.particles.members
+    states = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
+    drawn = sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(each, "drawn_bytes"))
+    sizes = (_bytes(tensors) - recorded, _bytes(trained), states * _bytes(trained), activations)
+    return Memory(*sizes, members=members, workspace=workspace, recorded=recorded, drawn=drawn)
 
 
 @contextmanager
@@ -210,11 +205,3 @@ def _activation_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _state_count(optimizer: torch.optim.Optimizer) -> int:
-    """Number of tensors of a parameter's size that the optimiser keeps per parameter."""
-    settings = optimizer.param_groups[0]
-    if "betas" in settings:
-        return 3 if settings.get("amsgrad") else 2
-    return 1 if settings.get("momentum") else 0

@@ -198,8 +198,7 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
     particles = posterior.particles
-    # Vectorising is slower than the other ways for members' own convolutions, on a GPU with three times their memory, and
-    # faster for everything else.
+    # Vectorising is slower for members' own convolutions, on a GPU with three times the memory, and faster for all else.
     open_ones: list[Kind] = [particles.how]
     if on_gpu:
         open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]
@@ -218,18 +217,16 @@ def _worth_compiling(plan: Plan, steps: int) -> bool:
 
 
 def _fastest_plan(
-    candidates: list[Kind],
-    words: set[str],
-    posterior: Posterior,
-    batch: Batch,
-    precision: torch.dtype | None,
-    steps: int,
+    kinds: list[Kind], words: set[str], posterior: Posterior, batch: Batch, precision: torch.dtype | None, steps: int
 ) -> Plan:
     on_gpu, compiled = posterior.device.type == "cuda", "compiled" in words
     captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
-    may_compile = not words and (on_gpu or steps > SHORT_RUN) and _can_gain_by_compiling(posterior, on_gpu)
-    if len(candidates) == 1 and not may_compile:
-        return Plan(candidates[0], compiled, captured)
+    first, *others = posterior.particles.templates
+    # Compiling helps neither convolutions on a CPU, which are library calls, nor members that differ.
+    convolutional = any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules())
+    may_compile = not words and not others and (on_gpu or (steps > SHORT_RUN and not convolutional))
+    if len(kinds) == 1 and not may_compile:
+        return Plan(kinds[0], compiled, captured)
 
     taken: dict[Strategy, PeakMemory] = {}
 
@@ -242,11 +239,11 @@ def _fastest_plan(
     was_training = posterior.training
     posterior.train()  # dropout and batch statistics take time in a step, and can fail
     try:
-        ways = {kind: make_strategy(kind) for kind in candidates}
+        ways = {kind: make_strategy(kind) for kind in kinds}
         possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
         if captured and not possible:  # none can be captured: find the fastest without a graph
             captured = False
-            ways = {kind: make_strategy(kind) for kind in candidates}
+            ways = {kind: make_strategy(kind) for kind in kinds}
             possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
         if not possible:  # all of them fail: the plain loop works or raises the error
             return Plan("loop", compiled, False)
@@ -264,12 +261,6 @@ def _fastest_plan(
         if on_gpu:
             free_workspaces()  # of the candidates
             reset_peak(posterior.device)
-
-
-def _can_gain_by_compiling(posterior: Posterior, on_gpu: bool) -> bool:
-    """Whether compiling can help: not for convolutions on a CPU (library calls), nor for members that differ."""
-    first, *others = posterior.particles.templates
-    return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
 
 
 def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:

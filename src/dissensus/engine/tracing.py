@@ -35,11 +35,7 @@ def any_batch_size() -> LayerOverrides:
 
         return run
 
-    forms: dict[Any, Callable[..., Tensor]] = {
-        F.batch_norm: _batch_norm,
-        F.layer_norm: _layer_norm,
-        F.group_norm: _group_norm,
-    }
+    forms: dict[Any, Any] = {F.batch_norm: _batch_norm, F.layer_norm: _layer_norm, F.group_norm: _group_norm}
     forms |= dict.fromkeys(CONVOLUTIONS, _convolution) | dict.fromkeys(ROW_BY_ROW, _run_row_by_row)
     return LayerOverrides({function: for_members(form) for function, form in forms.items()})
 
@@ -60,10 +56,7 @@ class TracedModule(nn.Module):
 
 
 def trace(
-    module: nn.Module,
-    x: Inputs,
-    forms: Mapping[Any, Callable[..., Any]] | None = None,
-    axes: Sequence[Any] | None = None,
+    module: nn.Module, x: Inputs, forms: Mapping[Any, Any] | None = None, axes: Sequence[Any] | None = None
 ) -> ExportedProgram:
     """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 
@@ -105,12 +98,10 @@ def _run_row_by_row(function: Any, input: Tensor, *args: Any, **kwargs: Any) -> 
     return _fold_members(lambda x: function(x, *args, **kwargs), input)
 
 
-def _convolution(
-    function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
-) -> Tensor:
+def _convolution(run: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
     if has_vmap_axis(weight):
         raise ValueError("members have their own kernels: they run one after the other")
-    outputs = _fold_members(lambda x: function(x, weight, None, *args, **kw), input)
+    outputs = _fold_members(lambda x: run(x, weight, None, *args, **kw), input)
     return outputs if bias is None else outputs + _as_channels(bias, outputs)
 
 

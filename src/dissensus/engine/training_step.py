@@ -122,7 +122,6 @@ class EagerStep:
             self.optimizer.step()
         if observe:
             self.guard.observe()
-        self.guard.side_stream.join()
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
@@ -140,15 +139,13 @@ FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
 class Guard:
     """Detects which members have diverged, and at which step. `host`: check every step at once, which waits for a GPU.
 
-    Two cases are always checked at once: optimisers that cannot skip a step by a flag on the device, and the first step of a
-    run, which creates the optimiser's state and must not be skipped.
+    Checked at once in any case: optimisers that cannot skip a step by a flag, and the first step, which makes their state.
     """
 
     def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
         self.posterior, self.optimizer, self.host = posterior, optimizer, host
         self.checks_at_once = True  # whether this step is checked at once
         self.has_stepped = False  # whether there has been a step
-        self.has_observers = bool(posterior.recorders or len(posterior.watchers))
         # Found once: walking over the modules costs more than a step of a small network.
         parts = list(posterior.modules())
         self._clocked = [part for part in parts if isinstance(part, Posterior)]
@@ -160,15 +157,13 @@ class Guard:
         self._one = torch.ones_like(self.halted)
         self._saved_buffers: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
-        self.side_stream = SideStream(device)
         self._chunks = Chunks()  # of the gradients that recorders read
         self._finite_names = {what: self._names_of_finite(tensors) for what, tensors in self._checked_tensors().items()}
 
     def begin(self, *, several: bool) -> None:
         """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
         self.checks_at_once = self.host or not self.has_stepped or not can_skip(self.optimizer)
-        # With one batch, statistics are written once the batch is known to be good. With several, those of the first are
-        # written before the last is seen, so a copy is needed to restore them.
+        # With one batch, statistics are written once it is known to be good; with several, a copy is needed to restore them.
         self._saved_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
         self._unmixed = None
 
@@ -200,8 +195,7 @@ class Guard:
                 self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self.side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
-                self._record_faults(losses, gradients, known)
+            self._record_faults(losses, gradients, known)
             _flag_not_finite(given, self.halted, self._one)
             exchange.reduce_flag(self.halted)
 
@@ -254,7 +248,7 @@ class Guard:
         if any(recorder.reads_next_step for recorder in self._recorders):
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
-        with self.skip_bad_step(), nullcontext() if self.has_observers else self.side_stream():
+        with self.skip_bad_step():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
@@ -330,31 +324,6 @@ class Guard:
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
 
 
-class SideStream:
-    """A side stream within a CUDA graph, for work that can run in parallel with the optimiser."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.forked = False
-        self.held: list[object] = []  # what it reads: memory that is freed earlier may be given to the current stream
-
-    def __call__(self, *reads: object) -> AbstractContextManager[object]:
-        """Inside, work, which reads these, goes to the side stream during a capture, else to the current one."""
-        if self.stream is None or not torch.cuda.is_current_stream_capturing():
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        self.forked = True
-        self.held += reads
-        return torch.cuda.stream(self.stream)
-
-    def join(self) -> None:
-        """During a capture, makes the current stream wait for the side stream."""
-        if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().wait_stream(self.stream)
-        self.forked = False
-        self.held.clear()
-
-
 def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
     """`values`, or `before` if the flag is set, in few kernels for any number of tensors."""
     chosen: Tensors = {}
@@ -369,8 +338,7 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
 
 def _flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it."""
-    # Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It
-    # multiplies the tensors by `one`, a 1 on their device.
+    # One kernel for all tensors of a dtype, as in torch's GradScaler, which also multiplies them by `one`, without waiting.
     with torch.no_grad():
         for dtype in {tensor.dtype for tensor in tensors}:
             given = [tensor for tensor in tensors if tensor.dtype == dtype]

@@ -73,8 +73,7 @@ class StackedLinear:
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
     """Whether members have their own tensor in a convolution, which is slower under vmap than in a loop.
 
-    Under vmap stacked kernels become grouped convolutions, which are slow on CPUs and GPUs. A member's own factors are
-    cheaper on a kernel than on activations.
+    Under vmap stacked kernels become slow grouped convolutions. Own factors are cheaper on a kernel than on activations.
     """
     layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
     return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))

@@ -48,8 +48,7 @@ class FusionError(RuntimeError):
 class PendingTensor(Tensor):
     """The result of a layer that is not yet computed. The first use decides what is computed.
 
-    A use past torch's Python functions (a scripted module, a custom `autograd.Function`) would lose gradients and raises
-    `FusionError`.
+    A use past torch's Python functions (a scripted module, an own `autograd.Function`) would lose gradients: `FusionError`.
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]
@@ -107,11 +106,8 @@ class PendingTensor(Tensor):
         if func in SUMS and len(args) == 2 and not kwargs:
             mine, other = args if isinstance(first, PendingTensor) else reversed(args)
             in_place = SUMS[func]
-            if (
-                (not in_place or mine is first)
-                and mine.result is None
-                and (total := mine.fuse_addition(other)) is not None
-            ):
+            waits = mine.result is None and (not in_place or mine is first)
+            if waits and (total := mine.fuse_addition(other)) is not None:
                 if not in_place:
                     return total
                 vars(mine).update(vars(total))

@@ -33,7 +33,9 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         return
     groups: defaultdict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
-        alike = _has_same_layout(target, source)
+        # whether equal indices are equally far from the first number in memory
+        axes = zip(target.shape, target.stride(), source.stride(), strict=True)
+        alike = target.shape == source.shape and all(size == 1 or a == b for size, a, b in axes)
         if alike and target.stride() != source.stride():
             source = source.as_strided(target.shape, target.stride())
         group = groups[(target.dtype, source.dtype, alike)]
@@ -41,9 +43,3 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         group[1].append(source)
     for group in groups.values():
         torch._foreach_copy_(*group)
-
-
-def _has_same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether equal indices are equally far from the first number in memory."""
-    pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return a.shape == b.shape and all(size == 1 or one == other for size, one, other in pairs)

@@ -2,8 +2,7 @@
 """Triton kernels over many tensors in one launch. Only `multi_tensor.py` imports this file: not every machine has Triton.
 
 Program number p works on one chunk: of the tensor `which[p]` the BLOCK entries after its first `start[p]` chunks, in the order
-in which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, its number of entries last,
-in row SIZES.
+in which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, entries last, in row SIZES.
 """
 
 import triton
@@ -89,31 +88,3 @@ def filters(
         weights, gradients = w.to(tl.pointer_type(WEIGHT)) + at, g.to(tl.pointer_type(GRADIENT)) + at
         mean, variance = means + place + at, variances + place + at
         filter_chunk(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, False)
-
-
-@triton.jit
-def snapshot(
-    table, which, start, tensors, means, squares, deviations, share,
-    KIND: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A snapshot of `methods/swag.py`. Rows of the table: weights, places in the mean, channels I, positions K, sizes.
-
-    Entries are taken in the order of a contiguous tensor, which is that of the mean. In memory the axes (I, K) are swapped:
-    a channels-last kernel (O, I, H, W) has K = H·W; of a contiguous tensor both are 1.
-    """
-    number, at, there = chunk(table, which, start, tensors, 4, BLOCK)
-    place = tl.load(table + tensors + number) + at
-    n = at.to(tl.int32)  # divisions of int64 are slow, and no tensor here is that large
-    channels = tl.load(table + 2 * tensors + number).to(tl.int32)
-    positions = tl.load(table + 3 * tensors + number).to(tl.int32)
-    above, k = n // positions, n % positions
-    memory = (above // channels) * channels * positions + k * channels + above % channels
-    w = tl.load(tl.load(table + number).to(tl.pointer_type(KIND)) + memory, mask=there, other=0.0).to(tl.float32)
-    mean = tl.load(means + place, mask=there, other=0.0)
-    step = w - mean
-    mean += share * step
-    tl.store(means + place, mean, mask=there)
-    if SPREAD:
-        square = tl.load(squares + place, mask=there, other=0.0)
-        tl.store(squares + place, square + step * (w - mean), mask=there)
-        tl.store(deviations + place, w - mean, mask=there)

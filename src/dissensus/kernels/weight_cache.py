@@ -1,8 +1,7 @@
 """What is computed from weights alone, kept while the weights stay the same: casts, kernels with batch norm folded into them.
 
 Mixed precision casts a weight at every use, and a folded batch norm reads and writes all kernels at every batch. Autocast has a
-cache of casts, but not for graphs: it keeps only leaves that need gradients, which rows of a stack are not, and frees its
-copies at the end of the context, when graphs still read them.
+cache of casts, but only of leaves that need gradients, which rows of a stack are not, and frees it while graphs still read it.
 """
 
 import threading
@@ -18,6 +17,7 @@ from dissensus.utils.torch_private import TorchDispatchMode
 
 LEAST = 2**14  # numbers in a tensor below which a cast costs next to nothing
 Found = TypeVar("Found")
+Parts = Sequence[Tensor | None]  # tensors, some of which may be left out
 
 
 class WeightCache:
@@ -41,9 +41,7 @@ class WeightCache:
         """Whether there are casts among what is kept."""
         return any(what[0] == "cast" for what, *_ in self._found)
 
-    def find(
-        self, what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
-    ) -> Found:
+    def find(self, what: Hashable, tensors: Parts, make: Callable[..., Found], *, by_rows: bool = False) -> Found:
         """make(*tensors), or what it gave before; only if all of these tensors are weights, or parts of them.
 
         `by_rows`: that make gives a tuple of tensors, and each row of them follows from the same row of the tensors. If these
@@ -105,9 +103,7 @@ class _Stack(NamedTuple):
         return found.contiguous() if found.ndim == 1 else found
 
 
-def _results_by_row(
-    what: Hashable, stacks: "list[_Stack | None]", made: tuple[Tensor, ...]
-) -> dict[tuple[Any, ...], Any]:
+def _results_by_row(what: Hashable, stacks: "list[_Stack | None]", made: tuple[Tensor, ...]) -> dict[Any, Any]:
     """What was computed from these stacks, (M · N, ...), as `find` will be asked for it: row by row."""
     wholes = [stack and stack.stacked_weight for stack in stacks]
     count = next(len(whole) for whole in wholes if whole is not None)
@@ -149,9 +145,7 @@ def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Strea
         _thread.weight_cache, _thread.side_stream, _thread.replay_stream = before
 
 
-def compute_cached(
-    what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
-) -> Found:
+def compute_cached(what: Hashable, tensors: Parts, make: Callable[..., Found], *, by_rows: bool = False) -> Found:
     """make(*tensors), or inside `use_weight_cache` what it gave before for the same weights: see `WeightCache.find`.
 
     `what` names all that it depends on besides.

@@ -1,7 +1,6 @@
 """Losses on planes through three members, along random directions from one, and on paths between two.
 
-A point is a combination Σ_k c_k θ_k of members' weights. This form reproduces the members exactly, while θ_0 + 1 · (θ_1 − θ_0)
-would round.
+A point is a combination Σ_k c_k θ_k of members' weights: exact at the members, where θ_0 + 1 · (θ_1 − θ_0) would round.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ def curve(
         φ(t) = (1 − t)² θ_0 + 2 t (1 − t) ω + t² θ_1,    ω = argmin E_{t ~ U(0, 1)} loss(φ(t)), from (θ_0 + θ_1) / 2
 
     Args:
-        epochs, lr: of Adam on ω, over the batches of `loader`, which are read once and kept; batch norm uses each batch's
-            statistics.
+        epochs, lr: of Adam on ω, over the batches of `loader`, read once and kept; batch norm uses each batch's statistics.
         seed: seed of the random t.
         posterior, loader, members, points, statistics, together: as in `path`.
     """
@@ -115,10 +113,8 @@ def train_midpoint(anchors: Anchors, epochs: int, lr: float, generator: torch.Ge
     with torch.enable_grad(), statistics_mode(anchors.particles, statistics_layers(anchors.particles.template)):
         for batch in epochs * anchors.batches:
             t = float(torch.rand((), generator=generator, dtype=torch.float64))
-            point = {
-                name: (1 - t) ** 2 * rows[0] + 2 * t * (1 - t) * middle[name] + t**2 * rows[1]
-                for name, rows in anchors.weights.items()
-            }
+            ends = {name: (1 - t) ** 2 * rows[0] + t**2 * rows[1] for name, rows in anchors.weights.items()}
+            point = {name: each + 2 * t * (1 - t) * middle[name] for name, each in ends.items()}
             loss, _ = anchors.particles.call(Member.nll, point, buffers, batch)
             optimizer.zero_grad()
             loss.backward()
@@ -136,8 +132,7 @@ class Surface:
         loss: (P, Q) mean negative log-likelihood in nats; NaN or inf where the network overflows.
         accuracy: (P, Q), or None if targets are not class indices.
         marks: coordinates of the members.
-        frame: (2, 2) the steps of both coordinates in an orthonormal basis of the plane (Gram–Schmidt); `plot` uses it,
-            so that distances in the figure are distances of weights.
+        frame: (2, 2) the steps of both coordinates in an orthonormal basis of the plane, for true distances in `plot`.
     """
 
     first: Tensor
@@ -151,18 +146,14 @@ class Surface:
         """(x, y, loss, marks) in the orthonormal basis; x, y and loss are (P, Q)."""
         along, across = torch.meshgrid(self.first, self.second, indexing="ij")
         x, y = (along * self.frame[0, i] + across * self.frame[1, i] for i in range(2))
-        marks = {
-            name: (a * float(self.frame[0, 0]) + b * float(self.frame[1, 0]), b * float(self.frame[1, 1]))
-            for name, (a, b) in self.marks.items()
-        }
-        return x, y, self.loss, marks
+        (a0, _), (b0, b1) = self.frame.tolist()
+        return x, y, self.loss, {name: (a * a0 + b * b0, b * b1) for name, (a, b) in self.marks.items()}
 
     def plot(self) -> Any:
         """A matplotlib Figure: contours of the loss on a logarithmic scale, with the members marked."""
         from dissensus.plots.charts import surface_figure
 
-        several = len(self.marks) > 1
-        xlabel = "distance of weights" if several else "in norms of filters"
+        xlabel = "distance of weights" if len(self.marks) > 1 else "in norms of filters"
         return surface_figure({"": self.drawing_coordinates()}, xlabel=xlabel)
 
 
@@ -185,8 +176,7 @@ def plane(
         loader: (x, y) batches for the mean losses; read once.
         members: indices of the drawn functions at (0, 0), (1, 0) and (0, 1).
         steps: grid steps from one member to the next.
-        margin: how far the grid extends beyond the members, as a share of the distance between them, rounded to whole
-            steps.
+        margin: how far the grid extends beyond the members, as a share of their distance, rounded to whole steps.
         statistics: batch norm statistics at points other than the members. "recomputed": from the inputs of `loader`, for
             every point (the default, since with the statistics of another network a point looks worse than it is);
             another loader: from its inputs; "stored": those of the nearest member. Members always use their own.
@@ -257,9 +247,7 @@ class Losses(NamedTuple):
 class Anchors:
     """K sets of weights that points combine (the first ones are members), and the batches for the losses."""
 
-    def __init__(
-        self, posterior: Posterior, members: Sequence[int], loader: Iterable[Any], statistics: Statistics
-    ) -> None:
+    def __init__(self, posterior: Posterior, members: Sequence[int], loader: Any, statistics: Statistics) -> None:
         if isinstance(statistics, str):
             one_of("statistics", statistics, ("stored", "recomputed"), hint="or pass a loader")
         with inference_context(expect_posterior(posterior)):

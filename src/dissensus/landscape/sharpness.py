@@ -1,5 +1,4 @@
-"""Sharpness: the largest curvature of a posterior's loss in units of the learning rates, which shows how near SGD is to
-divergence."""
+"""Sharpness: the largest curvature of a posterior's loss in units of the learning rates: how near SGD is to divergence."""
 
 import copy
 import math

@@ -23,8 +23,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
 
     Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and likewise for the (unbiased) variances. A
     layer that runs several times in a forward pass has several terms per batch. Dropout is off, momenta and modes are
-    restored, and layers that the caller put in eval mode keep their statistics. If no layer has statistics, the loader is
-    not read.
+    restored, and layers that the caller put in eval mode keep their statistics. Without layers the loader is not read.
     """
     own = set(particles.own_buffers())
     known, fixed = statistics_layers(particles.template), particles.template.always_eval
@@ -50,13 +49,11 @@ def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: 
     before = dict(seen)
     shared, common = particles.shared_parameters(), particles.shared_buffers()
 
-    def outputs(member: Member) -> Tensor:
-        return batches.call_network(member.network, x)
-
     def one(row: Rows) -> Tensors:
         seen.update(before)  # every member runs on the same batch
+        params, buffers = {**shared, **row.own}, {**common, **row.buffers}
         with _average_over_calls(seen, batches.count_examples(x)):
-            _, after = particles.call(outputs, {**shared, **row.own}, {**common, **row.buffers})
+            _, after = particles.call(lambda member: batches.call_network(member.network, x), params, buffers)
         return {name: after[name] for name in kept}
 
     found: Tensors = particles.run(one, particles.rows(), particles.members)
@@ -107,9 +104,8 @@ class FrozenNorm(ConvertedLayer):
         layer: Any = self
         tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         wanted = torch.is_grad_enabled() and not self.training and not torch.compiler.is_compiling()
-        if not wanted or kernels.channel_layout(input) is None or any(each is None for each in tensors):
-            return super().forward(input)  # type: ignore[no-any-return]
-        if is_transformed(*tensors) or input.shape[1] != len(layer.weight):  # a kernel would read past the end
+        usable = wanted and kernels.channel_layout(input) is not None and all(each is not None for each in tensors)
+        if not usable or is_transformed(*tensors) or input.shape[1] != len(layer.weight):  # a kernel reads that many
             return super().forward(input)  # type: ignore[no-any-return]
         layer._check_input_dim(input)
         normed: Tensor = _NormaliseFunction.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]

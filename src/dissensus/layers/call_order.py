@@ -59,8 +59,7 @@ def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None
     met: list[str] = []
     places: dict[fx.Node, list[str]] = {}  # graph nodes in which layers are called
     # Not by the tracer's `trace`, which changes `nn.Module` for the whole process meanwhile; instead, layers of a copy get
-    # another forward. The copy has no hooks, because symbols must not be left in modules or elsewhere; its parameters are
-    # the network's own, which are not written to.
+    # another forward. The copy has no hooks, which could keep symbols; its parameters are the network's own, only read.
     tracer, used = fx.Tracer(), _UsedTensors()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 

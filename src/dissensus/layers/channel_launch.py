@@ -2,8 +2,7 @@
 
 A backward pass needs the gradient times a factor, and the sum over positions of gradient times activation. For that torch
 reads and writes memory of the activations' size six times; these kernels read it twice and write it once. They are used on a
-GPU if triton is installed, as with every CUDA build of torch for Linux; `layers/factored.py` and `layers/batch_norm.py`
-compute the same without them.
+GPU with triton, which every CUDA build of torch for Linux has; callers can compute the same without them.
 """
 
 import logging
@@ -90,12 +89,10 @@ def multiply_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tupl
     return for_x, for_factors
 
 
-def normalise_channels(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout
-) -> Tensor:
-    """(x − mean) / √(var + eps) · weight + bias, each (C,)."""
+def normalise_channels(x: Tensor, m: Tensor, v: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout) -> Tensor:
+    """(x − m) / √(v + eps) · weight + bias, each (C,)."""
     y = torch.empty_like(x)
-    _launch("normed", at, x, mean, var, weight, bias, y, eps)
+    _launch("normed", at, x, m, v, weight, bias, y, eps)
     return y
 
 

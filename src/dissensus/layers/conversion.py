@@ -104,8 +104,7 @@ def convertible_layers(
     """(name -> layer that can be converted, an account of the others). All methods convert by this rule.
 
     Convertible are linear layers, GPT-2's `Conv1D` and (transposed, grouped) convolutions, at any depth, in the order in which
-    modules are registered. A layer with several names is listed once. `layers`: name patterns with wildcards ("encoder.*");
-    None is all. `needed`: whether to raise if there are none.
+    modules are registered. A layer with several names is listed once. `layers`: name patterns ("encoder.*"), None is all.
     """
     account, reasons = ConversionReport(), _skip_reasons(network)
     known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}

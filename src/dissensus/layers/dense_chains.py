@@ -75,9 +75,8 @@ def _can_chain(input: Tensor) -> bool:
 
 def _run_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     """The layers' outputs, computed for all members of the vmap around it; None if there is none, or others around it."""
-    unwrapped = unwrap_innermost_vmap(
-        input, *(each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))
-    )
+    parts = (each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))
+    unwrapped = unwrap_innermost_vmap(input, *parts)
     if unwrapped is None:
         return None
     pairs, level = unwrapped

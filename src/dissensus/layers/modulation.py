@@ -1,8 +1,7 @@
 """Modulations: the random factors u, v by which members of an embedded ensemble differ.
 
 Members share weights and multiply activations by their own factors (BatchEnsemble, Wen et al. 2020; fixed dropout masks).
-Only a few moments of their distribution determine the behaviour of a wide ensemble: U₁ = E u, U₂ = E u², and for kinked
-activations E max(±v, 0).
+A few moments of their distribution determine what a wide ensemble does: E u, E u², and for kinked activations E max(±v, 0).
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ class Capacity:
 def capacity(network: nn.Module, *, mode: Mode = "in", layers: Sequence[str] | None = None) -> Capacity:
     """Counts weights and nodes of a network; the nodes are those on which NodeBNN puts its latents.
 
-    A node is an input of a linear layer or an input channel of a convolution. No values are read, so the network may be
-    on the meta device.
+    A node is an input of a linear layer or an input channel of a convolution. The network may be on the meta device.
 
     Args:
         network: any module.

@@ -8,8 +8,7 @@ class DeepEnsemble(StackedPosterior):
 
     Args:
         networks: M networks of one architecture, each initialised separately; they are copied. Or a function that makes
-            one network: `DeepEnsemble(make, members=5)`. Networks that differ in attributes, hooks or modes run one
-            after the other.
+            one network: `DeepEnsemble(make, members=5)`. Networks that differ in attributes, hooks or modes run in a loop.
         members: M, if `networks` is a function.
         base: a network that all members share, frozen; the function gets a copy of it with the same tensors:
             `DeepEnsemble(lambda base: get_peft_model(base, lora), members=5, base=base)`.

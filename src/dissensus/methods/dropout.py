@@ -53,10 +53,9 @@ class MCDropout(NetworksPosterior):
 
     Args:
         networks: one module, not copied, or a list of M; each network gives `samples` functions.
-        rate: None uses the network's own dropout. A number inserts dropout before every linear and
-            convolutional layer except the first, in training and in prediction; the caller's module is not changed.
-            Before convolutions whole channels are dropped, so a drawn function is the network with some rows of its
-            weights removed.
+        rate: None uses the network's own dropout. A number inserts dropout before every linear and convolutional layer
+            except the first, in training and in prediction; the caller's module is not changed. Before convolutions whole
+            channels are dropped, so a drawn function is the network with some rows of its weights removed.
         layers: name patterns of the modules that drop in prediction ("head.*"), or before which `rate` inserts dropout; None
             is all (`posterior.sites`). In training the network's own dropout acts everywhere.
         samples: functions per network and draw.
@@ -119,12 +118,9 @@ class DropoutFunctions(DrawnFunctions):
     ) -> None:
         """`rows`: which of the samples these are; None for all."""
         super().__init__()
-        self.particles = particles
+        self.particles, self.sites, self.seed = particles, sites, seed
         self.rows = rows or slice(0, samples)
-        self.members = self.rows.stop - self.rows.start
-        self.seed = seed
-        self.sites = sites
-        self.masks = Masks(sites, samples, seed)
+        self.members, self.masks = self.rows.stop - self.rows.start, Masks(sites, samples, seed)
         self._known_masks: dict[tuple[Any, ...], Tensors] = {}
         self.training = False  # the functions are fixed: the network's own dropout is off, masks are applied by hand
 
@@ -155,9 +151,8 @@ class DropoutFunctions(DrawnFunctions):
         """Site and call -> masks (M, *features) of the sites that function passes; it is run once per input shape."""
         shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.input_tensors(x))
         if any(isinstance(length, torch.SymInt) for shape in shapes for length in shape):
-            raise ValueError(
-                "expected inputs of one shape for dropout masks, got dynamic axes; export without dynamic="
-            )
+            got = "dynamic axes; export without dynamic="
+            raise ValueError(f"expected inputs of one shape for dropout masks, got {got}")
         if shapes not in self._known_masks:
             met: Tensors = {}
 
@@ -193,9 +188,7 @@ class DropoutNetwork(nn.Module):
 
     def __init__(self, network: nn.Module, masks: "Masks", index: int) -> None:
         super().__init__()
-        self.network = network.eval()
-        self.masks = masks
-        self.index = index
+        self.network, self.masks, self.index = network.eval(), masks, index
 
     def train(self, mode: bool = True) -> "DropoutNetwork":
         self.training = mode  # the function is fixed in either mode

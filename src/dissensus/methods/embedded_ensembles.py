@@ -2,8 +2,7 @@
 
     Δu_α = −μ_u ∂L_α/∂u_α,    Δw = −μ_w (γ(M)/M) Σ_α ∂L_α/∂w
 
-If the members' tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = M trains M independent networks. If they do, γ = 1
-trains them as one.
+If members' tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = M trains M independent networks; else γ = 1 trains one.
 """
 
 import logging
@@ -53,8 +52,7 @@ class EmbeddedPosterior(Posterior):
         self, particles: Particles, *, factors: Sequence[str], account: conversion.ConversionReport, **prior: Any
     ) -> None:
         super().__init__(particles, **prior)
-        self.account = account
-        self._factors = tuple(factors)
+        self.account, self._factors = account, tuple(factors)
         log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)
 
     @property
@@ -97,10 +95,8 @@ def gamma_note(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
     if not isinstance(posterior, EmbeddedPosterior) or SCALE_FREE.isdisjoint(kinds):
         return None
-    return (
-        f"γ = {posterior.gamma:g} has almost no effect with {type(optimizer).__name__}, which divides gradients by their "
-        "size; use SGD"
-    )
+    why = f"{type(optimizer).__name__}, which divides gradients by their size"
+    return f"γ = {posterior.gamma:g} has almost no effect with {why}; use SGD"
 
 
 def collapse_note(posterior: Posterior, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -125,10 +121,9 @@ def embed(
     mine: set[str] = set()
     for name, tensor in tensors_by_name(member).items():
         factor = factors.get(name.removeprefix("network."))
+        rows[name] = [tensor] * members
         if factor is not None:
             rows[name] = nn.Parameter(factor) if isinstance(tensor, nn.Parameter) else factor
-        else:
-            rows[name] = [tensor] * members
         if factor is not None or id(tensor) in own or name.startswith("likelihood."):
             mine.add(name)
     kept = member.state_dict()
@@ -156,16 +151,14 @@ class BatchEnsemble(EmbeddedPosterior):
     """M members that share the weights of one network and cost little more than it does.
 
     y_α = s_α ∘ (W (r_α ∘ x) + b) for member α. Each member has its own norm layers (affine parameters and statistics) and
-    output bias: a shared output bias adds 1 to all Θ_αβ. A batch norm after s cancels all of s but its sign. The network is
-    copied; `.account` lists the layers that were changed.
+    output bias, since a shared one adds 1 to all Θ_αβ. Batch norm after s leaves its sign. `.account` lists changed layers.
 
     Args:
         network: one network.
         members: M.
         modulation: the distribution of r and s, required. `Modulation.sign()` makes independent members;
             `Modulation.normal(1, σ)` with a small σ stays close to a pretrained network, and members stay similar.
-        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
-            "auto", chosen from the modulation's collectivity and M.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), "auto" or a number.
         form: "wen" has r and s at every layer; "talk" leaves out the first r and the last s.
         modulation_lr: learning rate of r and s in `parameter_groups`; None uses that of the weights.
         layers: name patterns of the layers that get factors ("encoder.*"); None is all.
@@ -265,15 +258,13 @@ class DropoutEnsemble(EmbeddedPosterior):
 
     Masks are not trained. They act on the inputs of linear and convolutional layers (whole channels before
     convolutions), but not on the network's own inputs and outputs. Kept units are scaled by 1/(1 − rate), as in dropout.
-    Each member has its own batch statistics; everything else is shared. The network is copied; `.account` lists the
-    layers that were converted.
+    Each member has its own batch statistics; all else is shared. The network is copied; `.account` lists converted layers.
 
     Args:
         network: one network.
         members: M.
         rate: probability that a unit is dropped. 1 − rate is the collectivity, so members always learn as a collective.
-        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
-            "auto", which is 1 here.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" or "auto" (1), or a number.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

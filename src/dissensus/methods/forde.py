@@ -35,12 +35,10 @@ from dissensus.utils.tensor_tree import Tensors
 log = logging.getLogger("dissensus")
 
 # Inputs whose gradients cannot be compared: (description, remedy)
+_FEATURES = "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)"
 FEW_DIMENSIONS = (
     ("integers only", "pass x.float() / 255 of images, or let the network begin after the embedding"),
-    (
-        "only one: the gradient of one number has no direction but its sign",
-        "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)",
-    ),
+    ("only one: the gradient of one number has no direction but its sign", _FEATURES),
 )
 
 
@@ -118,11 +116,8 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
     """
     first = detached_state(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
-    params = {
-        name: tensor.detach().requires_grad_(stored[name].requires_grad)
-        for name, tensor in first.parameters().items()
-        if tensor.is_floating_point()
-    }
+    floating = {name: tensor.detach() for name, tensor in first.parameters().items() if tensor.is_floating_point()}
+    params = {name: tensor.requires_grad_(stored[name].requires_grad) for name, tensor in floating.items()}
 
     def run(forms: Callable[[], AbstractContextManager[None]], **tried: bool) -> None:
         posterior._forms = partial(forms, **tried)
@@ -167,8 +162,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
         every: members repel at every k-th optimiser step only, with the same c; k > 1 turns off CUDA graphs.
         examples: number of examples per batch used for the repulsion, in a second forward pass; None is all of them.
-        batch_size: B in "1/B"; None is the largest batch seen in training, so that a smaller last batch repels no
-            more strongly than the others.
+        batch_size: B in "1/B"; None is the largest batch seen in training, also for a smaller last one.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -47,8 +47,7 @@ class HMC(SamplingPosterior):
 
     The target is exp(−(N · mean loss − log p(θ)) / T).
     `fit_posthoc(loader)` runs the chains from the present weights; `fit` first trains the networks as MAP does and then
-    calls it. Networks run in eval mode: dropout is off, batch norm uses its running statistics. Check `ds.convergence`
-    before you use the samples.
+    calls it. Networks run in eval mode (no dropout, running batch statistics). Check `ds.convergence` before using samples.
 
     Args:
         networks: one module, not copied, or a list of M; each network has its own independent chain.
@@ -58,12 +57,10 @@ class HMC(SamplingPosterior):
         leapfrog: leapfrog steps (gradients) per trajectory.
         target_acceptance: acceptance rate that dual averaging aims for when it chooses the step size.
         posterior_temperature: T; below 1 samples a sharper ("cold") posterior.
-        budget: most floating-point operations the chains may take, at 6 per weight, example and gradient; raises if
-            they would take more.
+        budget: most floating-point operations of the chains, at 6 per weight, example and gradient; more raise an error.
         seed: None takes one from torch's generator.
         first_chain: number of the first chain; a chain's random numbers depend only on the seed and its number.
-        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required. Without a prior there
-            may be no distribution to converge to.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required, and a prior for convergence.
 
     Public attribute: `chains`, with `acceptance` and `step_size` of each chain that ran in this process.
     """
@@ -106,8 +103,7 @@ class HMC(SamplingPosterior):
     def fit_posthoc(self, loader: Iterable[Any]) -> Self:
         """Runs the chains on the loader's data, stores their samples as a draw, and returns the posterior.
 
-        The loader is read once and its batches are kept in memory. If it holds only part of the data, its mean loss
-        still counts `data_size` times.
+        The loader is read once and kept in memory. If it holds part of the data, its mean loss counts `data_size` times.
         """
         loader = Loader.complete(loader, self)
         self.check_network()
@@ -121,16 +117,9 @@ class HMC(SamplingPosterior):
         text = "%d chains of %d gradients on %d rows take about %.0f s; fewer samples, warmup or leapfrog take less"
         facts = (self.particles.members, gradients, batch.size, seconds)
         log.log(logging.WARNING if seconds > SLOW else logging.INFO, text, *facts)
-        self.chains = sample_chains(
-            energy,
-            energy.start,
-            samples=self.samples,
-            every=self.every,
-            warmup=self.warmup,
-            leapfrog=self.leapfrog,
-            target_acceptance=self.target_acceptance,
-            generators=make_generators(self),
-        )
+        how: dict[str, Any] = {"leapfrog": self.leapfrog, "target_acceptance": self.target_acceptance}
+        how |= {"samples": self.samples, "every": self.every, "warmup": self.warmup}
+        self.chains = sample_chains(energy, energy.start, generators=make_generators(self), **how)
         for chain, acceptance in enumerate(self.chains.acceptance.tolist(), start=self.first_chain):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
             text = "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up"
@@ -306,12 +295,6 @@ class CycleSnapshots(Snapshots):
         every, left = max(1, room // max(1, each)), end - 1 - done
         return left % every == 0 and 0 <= left < min(room, each * every)
 
-    def cycle_position(self) -> tuple[Tensor, Tensor]:
-        """(share of the present cycle done before the next step, whether a run has begun), both ()."""
-        began, steps = self.plan[2], self.plan[3]
-        done = (self.observed.value - began) * self.cycles
-        return (done % steps.clamp(min=1)) / steps.clamp(min=1), steps > 0
-
 
 @final
 class SGHMC(RecordingPosterior):
@@ -379,8 +362,9 @@ class SGHMC(RecordingPosterior):
     def phase(self) -> tuple[Tensor, Tensor]:
         """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""
         snapshots = self.recorder.snapshots
-        assert isinstance(snapshots, CycleSnapshots)
-        position, begun = snapshots.cycle_position()
+        _, _, began, steps = snapshots.plan
+        done, begun = (snapshots.observed.value - began) * max(self.cycles, 1), steps > 0
+        position = (done % steps.clamp(min=1)) / steps.clamp(min=1)  # share of the present cycle, before the next step
         if not self.cycles:
             return torch.ones_like(position), torch.ones_like(position)
         cosine = 0.5 * (1 + torch.cos(math.pi * position))

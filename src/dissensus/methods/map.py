@@ -8,8 +8,7 @@ class MAP(NetworksPosterior):
     """One network, trained as usual. With a prior the loss is nll − log p(θ) / N (maximum a posteriori).
 
     Args:
-        networks: one module, not copied, so that your own optimiser and training loop keep working; or a list of M
-            of one architecture, copied into a stack.
+        networks: one module, not copied, so that your own training loop keeps working; or a list of M, copied into a stack.
         latents: a module with extra trained tensors, for subclasses; None has none.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """

@@ -52,8 +52,7 @@ class MeanFieldVI(SamplingPosterior):
 
     Every example has its own noise in layers that each example passes once: linear layers draw their outputs (local
     reparametrisation), convolutions use flipout. Everywhere else (embeddings, attention, layers called twice, custom
-    layers) one draw of the weights is used for the whole batch. After the first batch, `.account` lists which layers do
-    which.
+    layers) one draw of the weights is used for the whole batch. After the first batch, `.account` lists them.
 
     Args:
         networks: one module, or a list of M; each network has its own posterior and gives `samples` functions.
@@ -108,8 +107,6 @@ class MeanFieldVI(SamplingPosterior):
         self._apart: dict[tuple[torch.Size, ...], list[str]] = {}
         self._layers: list[str] = []
 
-    # ------------------------------------------------------------------ the objective
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         std = {name: F.softplus(params[_raw_std_name(name)]) for name in self.spread}
         total: Tensor | float = 0.0
@@ -162,13 +159,8 @@ class MeanFieldVI(SamplingPosterior):
         """Layers that each example passes once, and that share no tensor: a second call must use the same weights."""
         particles = self.particles
         tied = {each for pair in TensorPlaces(particles.template.network).tied.items() for each in pair}
-        names = [
-            name
-            for name, layer in particles.template.network.named_modules()
-            if isinstance(layer, PerturbedLayer)
-            and not tied.intersection(_tensor_names(name))
-            and self._has_deviation(name)
-        ]
+        layers = [n for n, layer in particles.template.network.named_modules() if isinstance(layer, PerturbedLayer)]
+        names = [n for n in layers if self._has_deviation(n) and not tied.intersection(_tensor_names(n))]
 
         def lengths(rows: int) -> list[list[int]]:
             """For each layer, the number of rows it returned in every call."""
@@ -196,8 +188,6 @@ class MeanFieldVI(SamplingPosterior):
     def _has_deviation(self, layer: str) -> bool:
         return any(name in self.spread for name in _tensor_names(layer))
 
-    # ------------------------------------------------------------------ the posterior over weights
-
     @property
     def mean(self) -> Tensors:
         """Name -> μ; (M, ...) for a list of networks."""
@@ -218,10 +208,10 @@ class MeanFieldVI(SamplingPosterior):
 
     def _per_network(self, function: Any) -> Tensor:
         means, stds = self.trained.rows(), self._deviations()
-        each = [
-            function({n: means[n][m] for n in self.spread}, {n: stds[n][m] for n in self.spread})
-            for m in range(self.particles.members)
+        pairs = [
+            [{n: rows[n][m] for n in self.spread} for rows in (means, stds)] for m in range(self.particles.members)
         ]
+        each = [function(*pair) for pair in pairs]
         return torch.stack(each) if self.built_with.own else each[0]
 
     def _deviations(self) -> Tensors:
@@ -249,17 +239,13 @@ class MeanFieldVI(SamplingPosterior):
         """Whether σ clearly still grows, measured on one batch."""
         if self.annealing.schedule != "constant" and (self.annealing.steps or self.run_length) is None:
             return False  # β is unknown before a run begins
-        with (
-            inference_context(self),
-            preserve_random_state(self.device),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
+        with inference_context(self), preserve_random_state(self.device), torch.inference_mode(False):
             batch, weight = next(iter(self.read(loader)), None), float(annealing_weight(self, self.annealing))
             if batch is None or weight == 0:
                 return False
             try:
-                found = [self._deviation_growth(self.prepare_batch(batch)) for _ in range(LOOKS)]
+                with torch.enable_grad():
+                    found = [self._deviation_growth(self.prepare_batch(batch)) for _ in range(LOOKS)]
             except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
                 return False
         each = torch.stack(found) / weight
@@ -274,8 +260,6 @@ class MeanFieldVI(SamplingPosterior):
         by_log = (g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True))
         mean = torch.cat([at_least_float32(each).flatten() for each in by_log]).mean().detach()
         return -(self.data_size or 1) / self.posterior_temperature * mean
-
-    # ------------------------------------------------------------------ functions
 
     def sampled_names(self) -> list[str]:
         return self.spread
@@ -301,8 +285,6 @@ class MeanFieldVI(SamplingPosterior):
         family = super()._make_family(samples, networks, apart=apart)
         restore_plain_layers(family.template.network)
         return family
-
-    # ------------------------------------------------------------------ state and files
 
     def plain_network(self) -> nn.Module:
         return restore_plain_layers(self.particles.member(0))
@@ -347,8 +329,7 @@ class WeightSpread(NamedTuple):
 class PerturbedLayer(NodeLayer):
     """A layer that gives every example its own draw of the weights if `nodes` is a `WeightSpread`; else it is plain.
 
-    If examples share one draw of the weights, their gradients share its noise. If every example passes a layer once, the
-    layer can give each its own draw, with two products instead of one:
+    If examples share a draw of the weights, gradients share its noise. A layer that each example passes once gives it its own:
 
         a dense layer, one row per example    N(Wx + b, σ_W² x² + σ_b²): the outputs are drawn (local reparametrisation;
                                               Kingma, Salimans & Welling, NeurIPS 2015)
@@ -370,7 +351,8 @@ class PerturbedLayer(NodeLayer):
             # Inputs that are all 0 have variance 0, where the square root has no derivative.
             deviation = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
             return outputs + deviation * torch.randn_like(deviation)
-        r, s = (_signs(len(input), count, input) for count in features(self))
+        signs = (torch.randint(0, 2, (len(input), count), device=input.device) for count in features(self))
+        r, s = (each.to(input.dtype) * 2 - 1 for each in signs)
         weight, bias = drawn
         added = Kernel(torch.zeros_like(mean.weight) if weight is None else weight, bias)
         more = self._with_kernel(added, input * self._broadcast_factors(r, input), *args, **keywords)
@@ -389,8 +371,3 @@ def perturbed_copy(network: nn.Module) -> tuple[nn.Module, ConversionReport]:
             account.left[name] = f"{type(layer).__name__} has its own computation"
     account.left = {name: f"one weight draw per batch: {reason}" for name, reason in account.left.items()}
     return copied, account
-
-
-def _signs(examples: int, count: int, like: Tensor) -> Tensor:
-    """(examples, count) of −1 and 1."""
-    return torch.randint(0, 2, (examples, count), device=like.device).to(like.dtype) * 2 - 1

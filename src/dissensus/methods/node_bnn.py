@@ -1,7 +1,6 @@
 """Bayesian networks with noise on nodes instead of weights.
 
-NodeBNN: Trinh et al., ICML 2022; iBNN: Trinh, Kaski & Heinonen 2020. RankOneBNN, posteriors over BatchEnsemble's factors:
-Dusenberry et al., ICML 2020.
+NodeBNN: Trinh et al., ICML 2022; iBNN: Trinh, Kaski & Heinonen 2020; RankOneBNN: Dusenberry et al., ICML 2020.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class NodeBNN(NodePosterior):
     Args:
         networks: one module, or a list of M; each network has its own latents and gives `samples` functions.
         components: K.
-        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both". In a convolution each
-            channel is one node.
+        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; channels of a convolution.
         prior_std: standard deviation of the prior of z.
         init_std: σ at the start; None is `prior_std`. For a trained network see `of_trained`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
@@ -48,15 +46,12 @@ class NodeBNN(NodePosterior):
         bias_latent: whether each bias has a scalar latent, as in iBNN.
         layers: name patterns of the layers with latents; None is every linear and convolutional layer.
         batch_norm: "frozen" keeps the running statistics; "trained" updates them.
-        bound: the bound on the entropy: "joint" over all layers; "per_layer" treats each layer as its own mixture;
-            "released" is per layer with the factor 1/16 of the authors' code.
+        bound: on the entropy: "joint" over all layers; "per_layer"; "released", per layer with the authors' factor 1/16.
         divergence: "mixture", or iBNN's "surrogate".
-        latent_lr: learning rate of the latents for one component. The parameter group uses K times that, since each
-            component gets 1/K of the gradient. None: the weights' rate.
+        latent_lr: learning rate of the latents for one component; their group uses K times that. None: the weights' rate.
         latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
         lr: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
-            batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
-            default optimizer.
+            batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the default one.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
@@ -159,8 +154,7 @@ class RankOneBNN(NodePosterior):
         loss = mean over examples and samples of −log p(y | x, r, s) + β [H[q, p] − T H[q]] / N
 
     At T = 1 the bracket is KL(q ‖ p). The network is copied; `.account` lists the layers that were converted and those
-    that were not. In training each copy of each example has its own component and noise; a drawn function has one fixed
-    r and s. The paper's L2 term is the weight decay, or `weight_prior_std`.
+    not. In training each copy of each example has its own component and noise; a drawn function has one fixed r and s.
 
     Args:
         networks: one module, or a list of M; each network has its own factors and gives `samples` functions.
@@ -168,18 +162,16 @@ class RankOneBNN(NodePosterior):
         family: distribution of components and prior: "gaussian" or "cauchy" (σ is then a scale).
         prior_std: standard deviation (Cauchy: scale) of the prior of r and s.
         init_std: σ at the start.
-        modulation: distribution of the components' initial means; None is the prior's N(1, prior_std²). The authors'
-            code uses `Modulation.sign()`.
+        modulation: of the components' initial means; None is N(1, prior_std²), the authors' code has `Modulation.sign()`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
         samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
         annealing: β; None is constant 1.
         layers: name patterns of the layers with factors; None is every linear and convolutional layer.
         batch_norm: "frozen" keeps the running statistics, for a pretrained network; "trained" updates them.
-        latent_lr: learning rate of the factors for one component; the parameter group uses K times that. None: the
-            weights' rate.
+        latent_lr: learning rate of the factors for one component; their group uses K times that. None: the weights'.
         data_size: N, required.
-        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
+        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights (the paper's L2 term).
     """
 
     name = "rank_one_bnn"
@@ -223,6 +215,5 @@ class RankOneBNN(NodePosterior):
         )
         self.prior_std, self.init_std, self.modulation = prior_std, init_std, start
         self.family = one_of("family", family, get_args(Family))
-        # The paper's code sums the KLs of the components. The bound on the mixture's KL has their mean, less a term for
-        # overlapping components.
+        # The paper's code sums the components' KLs; the bound on the mixture's has their mean, less a term for overlaps.
         self.complexity = Complexity(prior_std, self.widths, family=family)

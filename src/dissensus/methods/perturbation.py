@@ -17,8 +17,7 @@ class GaussianPerturbation(SamplingPosterior):
     """Trained networks with Gaussian noise added to their weights.
 
     Samples are w̃ = w + noise · rms(w) · ε, with ε ~ N(0, 1) for every weight and rms over each tensor.
-    The noise is relative, because the same absolute noise is harmless in one network and ruins another. Parameters of
-    normalisation layers get no noise, and all-zero tensors stay zero.
+    Relative, because the same noise is harmless in one network and ruins another; norm layers and zero tensors get none.
 
     Args:
         networks: one module, not copied, or a list of M; each network has its own samples.
@@ -32,12 +31,7 @@ class GaussianPerturbation(SamplingPosterior):
     draw_only_settings = (*SamplingPosterior.draw_only_settings, "noise")
 
     def __init__(
-        self,
-        networks: Networks,
-        *,
-        noise: float = 0.05,
-        samples: int = 20,
-        **prior: Unpack[MethodKeywords],
+        self, networks: Networks, *, noise: float = 0.05, samples: int = 20, **prior: Unpack[MethodKeywords]
     ) -> None:
         super().__init__(networks, samples=samples, **prior)
         self.noise = number("noise", noise, least=0, hint="it is relative to each tensor's rms")

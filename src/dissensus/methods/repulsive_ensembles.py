@@ -94,15 +94,12 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     Args:
         networks, members, base: as in `DeepEnsemble`.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
-        repel_at: inputs at which outputs are compared: "batch", the training batch; "noise", the batch plus normal
-            noise; or your own inputs, in the form that the network takes.
+        repel_at: inputs at which outputs are compared: the training "batch"; "noise", the batch plus noise; or your own.
         noise: standard deviation of that noise.
         outputs: compare "logits" (the raw outputs, for any likelihood) or, for classification, "probabilities", which is
             the default of the authors' code. With logits the equation above holds for every likelihood.
-        functional_prior: True estimates ∇ log p(F) by spectral Stein from networks drawn from the prior at every step;
-            False applies the prior or the optimiser's weight decay to the weights.
-        output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²), over outputs F, to the loss, as in Trinh et
-            al. (ICLR 2024); "none" adds nothing.
+        functional_prior: True estimates ∇ log p(F) by spectral Stein from draws of the prior; False puts it on weights.
+        output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²) over outputs to the loss (Trinh et al. 2024).
         prior_scale: a.
         annealing: a_t; None is constant 1.
         repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B, as in FeatureRDE and FoRDE) or a number.
@@ -283,17 +280,14 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     Args:
         networks, members, base: as in `DeepEnsemble`.
         layer: name of the submodule whose output is the feature.
-        head: name of the submodule that all members share; it starts as the first network's. Its gradient is the mean
-            over members, so it learns as fast as in one network.
+        head: name of the submodule that all members share, at first the first network's. Its gradient is the mean of theirs.
         projection: number of directions kept, at most M.
         feature_prior: "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none"; a mean over examples, as the loss is.
         prior_scale: a.
         order: keep the directions of the "largest" eigenvalues, or, as the authors' code does, of the "smallest".
-        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares that
-            median again, so its unit is not that of a squared distance.
+        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares it again.
         repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
-        batch_size: B in "1/B"; None is the largest batch seen in training, so that a smaller last batch repels no
-            more strongly than the others.
+        batch_size: B in "1/B"; None is the largest batch seen in training, also for a smaller last one.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -381,8 +375,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         h = ((middle if self.bandwidth == "median" else middle.square()) / math.log(members)).clamp(min=FLOOR)
         share = torch.softmax(-squared / h, dim=1)
         force: Tensor = (2 / h) * (share @ p - p)  # (M, k)
-        lifted: Tensor = force @ basis
-        return lifted
+        return force @ basis
 
     def _prior_slope(self, features: Tensor) -> Tensor:
         """The derivative of the prior's −log density, elementwise."""
@@ -442,8 +435,7 @@ class SVGD(StackedPosterior):
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 
-    The loss is a mean over data, so φ is divided by N = `data_size`. Because of the paper's 1/M, plain SGD is M times
-    slower than for an ensemble when members are far apart.
+    The loss is a mean over data, so φ is divided by N = `data_size`. By the 1/M, far members learn M times slower in SGD.
 
     Args:
         networks, members, base: as in `DeepEnsemble`.
@@ -478,8 +470,6 @@ class SVGD(StackedPosterior):
         driving = kernel * (annealing_weight(self, self.annealing) / count)
         return driving, rbf_kernels.slopes(kernel, h) / (count * (self.data_size or 1))
 
-    # ------------------------------------------------------------------ weight space: gradients are mixed
-
     def mix(self, gradients: Tensors) -> Tensors:
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
         z = spaces.trained_weights(self.particles)
@@ -488,19 +478,18 @@ class SVGD(StackedPosterior):
         repulsion = rbf_kernels.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
 
-    # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
+            def loss(f: Tensor) -> tuple[Tensor, tuple[()]]:
+                return member.likelihood.nll(f, batch.y, batch.weight), ()
+
             outputs = full_precision(batches.call_network(member.network, batch.x))
-            nll = member.likelihood.nll(outputs, batch.y, batch.weight)
-            (u,), _ = spaces.differentiate(
-                lambda f: (member.likelihood.nll(f, batch.y, batch.weight), ()), outputs.detach()
-            )
-            return nll, outputs, spaces.attach_to_graph(self.particles.exchange.scale_by_fraction(u), outputs)
+            (u,), _ = spaces.differentiate(loss, outputs.detach())
+            u = self.particles.exchange.scale_by_fraction(u)
+            return loss(outputs)[0], outputs, spaces.attach_to_graph(u, outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": spaces.outputs_as_points(outputs, batch.weight), "slopes": u}
@@ -512,8 +501,7 @@ class SVGD(StackedPosterior):
     def couple(self, z: Any) -> Any:
         """v = (1/M) [a_t K u + G/N] − u, with u_i the gradient of loss_i at its outputs, which the loss itself adds.
 
-        A weight prior has no gradient at the outputs. It gets the same factor as the likelihood, (a_t/M) Σ_j k_ij: a_t if
-        members are equal, a_t/M if they are far apart.
+        A weight prior, without gradient at the outputs, gets the likelihood's factor (a_t/M) Σ_j k_ij: between a_t/M and a_t.
         """
         u, points = z["slopes"], z["points"]
         driving, slopes = self._matrices(squared_distances(points))

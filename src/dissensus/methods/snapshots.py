@@ -33,8 +33,7 @@ class SnapshotEnsemble(RecordingPosterior):
     Args:
         networks: one module, not copied, or a list of M; each network gives `members` functions.
         members: snapshots kept of each network.
-        start, every: the optimiser steps (observe calls, counted from 0) that become snapshots; None takes one at the
-            end of each cycle, from the run length that `fit` or `begin` gives.
+        start, every: the optimiser steps (observe calls, from 0) that become snapshots; None takes the ends of cycles.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -98,8 +97,7 @@ class Snapshots(nn.Module):
     def begin(self, steps: int, *, done: int = 0) -> None:
         """Plans the snapshots over the tail of a run of `steps` steps, of which `done` are already done.
 
-        If the tail has already begun, snapshots are spread over the remaining steps. A second call for the same run, as
-        when it is resumed, changes nothing.
+        If the tail has begun, snapshots are spread over the remaining steps. A second call for a resumed run changes nothing.
         """
         start, every = self.requested.values()
         began, before = int(self.observed) - done, self._read_plan()[2:]
@@ -135,14 +133,9 @@ class Snapshots(nn.Module):
     def count_step(self) -> bool:
         """Whether to record the step just taken; call it once per step."""
         due = self.reads_next_step
-        if (
-            self.observed.add() == 1
-            and None in self.requested.values()
-            and not (self._is_waiting or self._read_plan()[3])
-        ):
-            log.warning(
-                "run of unknown length: every step is a snapshot; use ds.watching, or call begin(steps, 1) first"
-            )
+        first, advice = self.observed.add() == 1, "use ds.watching, or call begin(steps, 1) first"
+        if first and None in self.requested.values() and not (self._is_waiting or self._read_plan()[3]):
+            log.warning("run of unknown length: every step is a snapshot; %s", advice)
         return due
 
     def _read_plan(self) -> list[int]:

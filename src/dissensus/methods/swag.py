@@ -2,12 +2,10 @@
 
 Maddox, Garipov, Izmailov, Vetrov & Wilson, "A simple baseline for Bayesian uncertainty in deep learning", NeurIPS 2019.
 Izmailov, Podoprikhin, Garipov, Vetrov & Wilson, "Averaging weights leads to wider optima", UAI 2018.
-MultiSWAG (several networks): Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization",
-NeurIPS 2020.
+MultiSWAG: Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization", NeurIPS 2020.
 """
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Unpack, final
 
 import torch
@@ -15,12 +13,11 @@ from torch import Tensor
 
 from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.weights import Weights
-from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
 from dissensus.methods.snapshots import SnapshotRecorder, Snapshots
 from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
-from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
+from dissensus.utils.sharding import gather_full_tensor, local_part, shard_last_axis, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -33,7 +30,6 @@ class MeanRecorder(SnapshotRecorder):
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source, snapshots)
         self.register_buffer("mean_vector", torch.zeros_like(self.weights.flat()))  # (M, P)
-        self._chunks = Chunks()
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         return [(self.mean_vector, 0)]
@@ -41,8 +37,7 @@ class MeanRecorder(SnapshotRecorder):
     def record(self, number: int) -> None:
         if number == 1:  # also after `begin` has reset an earlier run
             self.mean_vector.zero_()
-        if not self.record_fused(number):
-            self.update_mean(self.weights.flat(self.mean_vector.dtype), number)
+        self.update_mean(self.weights.flat(self.mean_vector.dtype), number)
 
     def update_mean(self, weights: Tensor, number: int) -> Tensor:
         """Updates the mean with snapshot `number`; returns (M, P) the weights minus the mean before."""
@@ -50,23 +45,6 @@ class MeanRecorder(SnapshotRecorder):
         step = weights - self.mean_vector
         self.mean_vector.add_(step, alpha=1 / number)
         return step
-
-    def record_fused(self, number: int, *spread: Tensor, on: str = "cuda") -> bool:
-        """`record` by one kernel; False if it cannot. `spread`: of a Gaussian, sum of squares and place of the deviation."""
-        mean = self.mean_vector
-        if mean.device.type != on or mean.dtype != torch.float32 or is_divided(mean):
-            return False
-        rows = self.weights.rows()
-        places = [0, *accumulate(each[0].numel() for each in rows.values())]
-        each_place = zip(places, rows.values(), strict=False)
-        given = [(m * places[-1] + at, each[m]) for at, each in each_place for m in range(len(mean))]
-        swapped = [channels_last_axes(weight) for _, weight in given]
-        table = [[at for at, _ in given], [i for i, _ in swapped], [k for _, k in swapped]]
-        if (0, 0) in swapped or not self._chunks.find([weight for _, weight in given], rows=table, on=on):
-            return False
-        both = {"SPREAD": bool(spread), "KIND": given[0][1].dtype}
-        self._chunks.launch("snapshot", mean, *(spread or (mean, mean)), 1 / number, **both)
-        return True
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         self.snapshot_count()
@@ -89,11 +67,9 @@ class GaussianRecorder(MeanRecorder):
     square_sum: Tensor
     deviations: Tensor
 
-    def __init__(
-        self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, posterior_temperature: float
-    ) -> None:
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, temperature: float) -> None:
         super().__init__(source, snapshots)
-        self.posterior_temperature = posterior_temperature
+        self.posterior_temperature = temperature
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), a ring buffer
 
@@ -104,14 +80,11 @@ class GaussianRecorder(MeanRecorder):
         if number == 1:
             for buffer in (self.mean_vector, self.square_sum, self.deviations):
                 buffer.zero_()
-        last = self.deviations[(number - 1) % len(self.deviations)]
-        if self.record_fused(number, self.square_sum, last):
-            return
         weights = self.weights.flat(self.mean_vector.dtype)  # (M, P)
         step = self.update_mean(weights, number)
         deviation = weights.sub_(self.mean_vector)  # from the mean so far, this snapshot included, as in the paper
         self.square_sum.addcmul_(step, deviation)  # not E[w²] − mean², which rounds: equal snapshots have variance 0
-        last.copy_(deviation)
+        self.deviations[(number - 1) % len(self.deviations)].copy_(deviation)
 
     def variance(self) -> Tensor:
         """(M, P) variance over the snapshots (divisor n)."""
@@ -129,16 +102,6 @@ class GaussianRecorder(MeanRecorder):
         noise.addmm_(z, local_part(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
         noise.mul_(self.posterior_temperature**0.5).add_(local_part(mean))
         return found
-
-
-def channels_last_axes(tensor: Tensor) -> tuple[int, int]:
-    """(I, K): the axes swapped in memory, as kernel "snapshot" takes them; (1, 1) if contiguous, (0, 0) in other layouts."""
-    if tensor.numel() >= 2**31:
-        return (0, 0)
-    if tensor.is_contiguous():
-        return (1, 1)
-    swapped = tensor.ndim == 4 and tensor.movedim(1, -1).is_contiguous()
-    return (tensor.shape[1], tensor.shape[2] * tensor.shape[3]) if swapped else (0, 0)
 
 
 @final
@@ -177,10 +140,8 @@ class SWAG(RecordingPosterior):
         self.rank, self.start, self.every = integer("rank", rank), start, every
         hint = "the paper uses 0.5; 0 gives the mean alone"
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0, hint=hint)
-        snapshots = Snapshots(start, every, wanted=2 * rank)
-        self.recorder = GaussianRecorder(
-            self.recorded_weights, snapshots, rank=rank, posterior_temperature=posterior_temperature
-        )
+        plan = Snapshots(start, every, wanted=2 * rank)
+        self.recorder = GaussianRecorder(self.recorded_weights, plan, rank=rank, temperature=posterior_temperature)
 
     @property
     def mean(self) -> Tensors:
@@ -209,12 +170,7 @@ class SWA(RecordingPosterior):
     recorder: MeanRecorder
 
     def __init__(
-        self,
-        networks: Networks,
-        *,
-        start: int | None = None,
-        every: int | None = None,
-        **prior: Unpack[MethodKeywords],
+        self, networks: Networks, *, start: int | None = None, every: int | None = None, **prior: Unpack[MethodKeywords]
     ) -> None:
         super().__init__(networks, samples=1, **prior)
         self.start, self.every = start, every

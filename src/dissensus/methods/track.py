@@ -32,8 +32,7 @@ def track(
     Args:
         base: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), whose training the
             watchers do not change; or one or several networks, which train as MAP does.
-        methods: classes that sample around trained weights (TRADI, SWAG, …), or functions that build one, such as
-            `functools.partial(SWAG, rank=5)`.
+        methods: classes that sample around trained weights (TRADI, SWAG, …), or functions such as `partial(SWAG, rank=5)`.
         likelihood: for networks only, since a posterior has its own; None is `Classification()`.
         prior, weight_prior_std, data_size: as in `Posterior`; for networks only.
 

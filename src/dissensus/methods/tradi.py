@@ -46,8 +46,7 @@ class TRADI(RecordingPosterior):
         covariance: "shared" has Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2), by random Fourier features whose
             phases all weights share, as the paper intends; "diagonal" has none; "released" is the authors' program,
             where each weight has its own phases, so its covariance is also diagonal.
-        correlation: the weights that share phases: those of one "tensor", as in the authors' program, or of one "layer",
-            weight and bias together, as in their talk.
+        correlation: the weights that share phases: those of one "tensor" (the authors' program) or "layer" (their talk).
         state_noise, measurement_noise: noise variances of the filters, as (mean's filter, variance's filter).
         drift: "gradient" predicts the next mean by a step of gradient descent, "none" by the last mean.
         init: "current" starts at the present weights with variance 0, "he" at mean 0 and variance 2/fan_in.
@@ -132,7 +131,7 @@ class KalmanRecorder(Recorder):
         super().__init__(source)
         self.settings = settings
         filters = {key: settings[key] for key in ("state_noise", "measurement_noise", "drift")}
-        self.filters = WeightFilters(self.weights.stored, **filters)
+        self.filters = WeightFilters(dict(self.weights.stored), **filters)
         self._start_filters()
 
     def with_members(self) -> list[tuple[Tensor, int]]:
@@ -248,21 +247,12 @@ class WeightFilters(nn.Module):
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        *,
-        state_noise: Sequence[float],
-        measurement_noise: Sequence[float],
-        drift: Drift,
+        self, weights: Tensors, *, state_noise: Sequence[float], measurement_noise: Sequence[float], drift: Drift
     ) -> None:
         super().__init__()
-        self.state_noise = state_noise
-        self.measurement_noise = measurement_noise
-        self.drift = drift
-        self.weights = dict(weights)
-        self.observed = Count()
-        self.means = TensorTree()
-        self.variances = TensorTree()
+        self.state_noise, self.measurement_noise, self.drift = state_noise, measurement_noise, drift
+        self.weights, self.observed = dict(weights), Count()
+        self.means, self.variances = TensorTree(), TensorTree()
         dtype = state_dtype(list(weights.values()))
         for name, weight in weights.items():
             self.means.add_tensor(name, torch.zeros_like(weight, dtype=dtype).detach())
@@ -360,12 +350,8 @@ class WeightFilters(nn.Module):
         if self._cached is None or any(map(is_not, named, self._named)) or not self._cached.fits(weights):
             self._named = named
             dtype = next(iter(means.values())).dtype
-            self._cached = _FilterState(
-                [local_part(means[name]) for name in self.weights],
-                [local_part(variances[name]) for name in self.weights],
-                Block(weights, dtype),
-                Block(weights, dtype),
-            )
+            mean, variance = ([local_part(each[name]) for name in self.weights] for each in (means, variances))
+            self._cached = _FilterState(mean, variance, Block(weights, dtype), Block(weights, dtype))
             cached = self._cached
             for buffers, block in ((cached.means, cached.mean), (cached.variances, cached.variance)):
                 for buffer, view in zip(buffers, block.views, strict=True):
@@ -410,11 +396,9 @@ class _FilterState:
         if moved:
             if sum(len(each.at) for each in moved) < len(weights):
                 work.zero_()
-            torch._foreach_copy_(
-                [self.work.views[i] for each in moved for i in each.at], [g for each in moved for g in each.gradients]
-            )
-            # Non-finite gradients belong to a step that a gradient scaler skipped, so nothing moved. This is decided on the
-            # device of the gradients, so that the host does not wait.
+            views = [self.work.views[i] for each in moved for i in each.at]
+            torch._foreach_copy_(views, [gradient for each in moved for gradient in each.gradients])
+            # A gradient scaler skipped steps of non-finite gradients: nothing moved. Decided on the device, without waiting.
             total = work.sum()
             if work.device.type == "cpu":
                 moved = moved if math.isfinite(total) else []

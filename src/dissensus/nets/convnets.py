@@ -65,9 +65,8 @@ class LeNet(nn.Module):
             nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)
         )
         flat = 16 * (((size - 4) // 2 - 4) // 2) ** 2
-        self.head = nn.Sequential(
-            nn.Flatten(), nn.Linear(flat, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs)
-        )
+        dense = [nn.Linear(flat, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs)]
+        self.head = nn.Sequential(nn.Flatten(), *dense)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(x))

@@ -34,8 +34,7 @@ class MLP(nn.Module):
         hidden: widths of the hidden layers, or one width for one layer.
         batch_norm: adds batch normalisation to each hidden layer.
         dropout: one rate for all hidden layers, or one for each.
-        init: "torch" for torch's default; "he" for weights N(0, 2/fan_in) and biases 0; "normal" for N(0, 1) throughout, a
-            sample of the usual prior.
+        init: "torch" for torch's default; "he" for weights N(0, 2/fan_in) and biases 0; "normal" for N(0, 1), the usual prior.
         parameterization: "standard", or "ntk" for layers Wx/√fan_in + b. `init` applies to "standard" only.
         weight_variance, bias_variance: variances of W and b with "ntk"; None means 2 and 0.
         skip: adds residual connections around hidden layers whose width equals that of the layer before.

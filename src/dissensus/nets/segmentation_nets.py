@@ -19,8 +19,7 @@ class PSPNet(nn.Module):
     """PSPNet for segmentation: (B, C, H, W) -> (B, outputs, H, W).
 
     The backbone's tensors have the names of torchvision's ResNet-50, without fc. The last two stages are dilated instead of
-    strided: features have an eighth of the image's size. There is no auxiliary head. `dropout` is the rate at which channels
-    are dropped before the last layer.
+    strided: features have an eighth of the image's size. There is no auxiliary head. `dropout`: of the last layer's channels.
     """
 
     def __init__(self, outputs: int = 13, *, channels: int = 3, dropout: float = 0.1) -> None:

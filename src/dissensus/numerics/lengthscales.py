@@ -24,8 +24,7 @@ EXTRA = 10  # extra directions of the randomised range finder beyond the rank (H
 class Lengthscales:
     """The metric of FoRDE's kernel on unit input gradients; made by `pca_lengthscales`.
 
-    Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors: members repel each other most in directions of
-    large precision.
+    Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors: members repel most where the precision is large.
 
     Args:
         eigenvectors: (D, R), orthonormal columns, in the D flattened input features.
@@ -102,12 +101,10 @@ def pca_lengthscales(
     Both agree at α = 0 and 1; in between, the paper's form weakens directions of small variance already at a small α.
 
     Args:
-        inputs: (N, ...) or an iterable of batches (x or (x, ...)), without augmentation and scaled as for the network:
-            for 0 < α < 1 the scale of the inputs matters, for α = 1 it does not.
+        inputs: (N, ...) or batches (x or (x, ...)), not augmented, scaled as for the network, which matters if 0 < α < 1.
         alpha: α in [0, 1].
         form: "poster", the later of the two, or "paper".
-        rank: R, number of eigenvectors; None is all up to 4,096 dimensions, and 512 beyond. The remaining variance is
-            spread evenly over the other D − R directions.
+        rank: R, number of eigenvectors; None is all up to 4,096 dimensions, 512 beyond. Other directions share the rest.
         passes: passes over the data for inputs of more than 4,096 dimensions, whose eigenvectors are computed by randomised
             subspace iteration without a D × D matrix; only one if the data can be read only once.
 
@@ -133,9 +130,7 @@ def pca_lengthscales(
         moments, values, vectors = _randomised_eigen(again, first, kept)
         kept = values.numel()
     values = values.clamp(min=0.0)
-    rest = (
-        (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
-    )
+    rest = (moments.trace - values.sum()).clamp(min=0.0) * (kept < dimension) / max(dimension - kept, 1)
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     precisions = (_precision(each, alpha, form).to(dtype) for each in (values, rest))
     return Lengthscales(vectors.to(dtype), *precisions)
@@ -208,10 +203,9 @@ def _flat_batches(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(x, Tensor) or x.ndim < 2:
             found = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise (ValueError if isinstance(x, Tensor) else TypeError)(
-                f"expected inputs as a tensor (N, ...) or batches of such tensors, got {found}; add a batch axis, or convert "
-                "arrays with torch.from_numpy"
-            )
+            advice = "add a batch axis, or convert arrays with torch.from_numpy"
+            kind = ValueError if isinstance(x, Tensor) else TypeError
+            raise kind(f"expected inputs as a tensor (N, ...) or batches of such tensors, got {found}; {advice}")
         rows = x.detach().flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         if rows.shape[1] != (width := width or rows.shape[1]):
             got = f"a batch of shape {tuple(x.shape)}"

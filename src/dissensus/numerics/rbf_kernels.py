@@ -32,6 +32,7 @@ EPSILON = 1e-24  # added to squared norms of gradients, as in the paper: (1e-12)
 
 Bandwidth = Literal["reference", "sample", "algorithm"]
 BANDWIDTHS = ("reference", "sample", "algorithm")
+Scales = Lengthscales | None  # None is the identity
 
 
 def squared_distances(z: Any, other: Any = None) -> Tensor:
@@ -70,11 +71,7 @@ def rbf(squared: Tensor, bandwidth: Tensor | float) -> Tensor:
 
 
 def input_gradient_log_density(
-    gradients: Tensor,
-    lengthscales: Lengthscales | None = None,
-    bandwidth: Bandwidth = "reference",
-    *,
-    weight: Tensor | None = None,
+    gradients: Tensor, lengthscales: Scales = None, bandwidth: Bandwidth = "reference", *, weight: Tensor | None = None
 ) -> Tensor:
     """(M,) r_i = log Σ_j k_ij of input gradients (M, B, D): FoRDE's repulsion before scaling (Trinh et al. 2024, eq. 15).
 
@@ -87,17 +84,12 @@ def input_gradient_log_density(
     """
     unit = directions(to_kernel_precision(gradients))
     points, floor = _scale_directions(unit, lengthscales)
-    return batch_log_density(points, bandwidth, weight, floor=floor).to(
-        torch.promote_types(gradients.dtype, torch.float32)
-    )
+    found = batch_log_density(points, bandwidth, weight, floor=floor)
+    return found.to(torch.promote_types(gradients.dtype, torch.float32))
 
 
 def input_gradient_force(
-    gradients: Tensor,
-    lengthscales: Lengthscales | None = None,
-    bandwidth: Bandwidth = "reference",
-    *,
-    weight: Tensor | None = None,
+    gradients: Tensor, lengthscales: Scales = None, bandwidth: Bandwidth = "reference", *, weight: Tensor | None = None
 ) -> Tensor:
     """(M, B, D) ∂r_i/∂g_ib, the derivative of `input_gradient_log_density`, with arguments as there.
 
@@ -122,7 +114,7 @@ def input_gradient_force(
     return torch.where(size == 0, 0.0, force).to(torch.promote_types(gradients.dtype, torch.float32))
 
 
-def _scale_directions(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
+def _scale_directions(unit: Tensor, lengthscales: Scales) -> tuple[Tensor, Tensor | float]:
     """(directions in the kernel's lengthscales, least squared bandwidth)."""
     if lengthscales is None:
         return unit, FLOOR

@@ -147,8 +147,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     Args:
         method: a name in `ds.METHODS`, or your own class.
-        members: number of networks, or of members of one network. None means 5 for methods built from several networks, and
-            the method's default otherwise.
+        members: number of networks, or of members of one network; None means 5 networks, or the method's default members.
         settings: dict of further keywords of the method.
         hidden: widths of the network's hidden layers, or one width for one layer.
         network: a function (inputs, outputs) -> module that replaces the default network.
@@ -204,8 +203,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains on rows X with targets y; returns the estimator.
 
-        A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
-        each row counts.
+        A DataFrame and a Series are paired by their index; the order of rows does not matter. `sample_weight`: counts of rows.
         """
         validation = 0.0 if self.validation is None else self.validation
         if cross := isinstance(self.conformal, str):
@@ -290,14 +288,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         batches = Batches(x, y, weight=weight, batch_size=integer("batch_size", size), shuffle=True, seed=seed)
         most = min(200, max(20, math.ceil(STEPS / len(batches))))
         epochs = most if epochs is None else integer("epochs", epochs)
-        posterior = build_posterior(
-            self.method,
-            lambda: (self.network or partial(MLP, hidden=self.hidden))(x.shape[1], outputs),
-            likelihood=likelihood,
-            members=self.members,
-            data_size=len(x),
-            settings=dict(self.settings or {}),
-        )
+        make = partial(self.network or partial(MLP, hidden=self.hidden), x.shape[1], outputs)
+        how: dict[str, Any] = {"likelihood": likelihood, "members": self.members, "data_size": len(x)}
+        posterior = build_posterior(self.method, make, settings=dict(self.settings or {}), **how)
         optimizer = scheduler = None
         if optimizer_refusal(posterior, torch.optim.AdamW) is None:
             groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
@@ -369,16 +362,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         for name, value in self.get_params(deep=False).items():
             with contextlib.suppress(TypeError):
                 kept[name] = to_json_values(value)
-        state = {
-            "estimator": type(self).__name__,
-            "arguments": kept,
-            "columns": self.n_features_in_,
-            "names": list(map(str, getattr(self, "feature_names_in_", ()))),
-            "folds": len(self.folds_),
-            "held_weight": self.held_weight_,
-            **self._state(),
-        }
-        text = json.dumps(state)
+        state = {"estimator": type(self).__name__, "arguments": kept, "columns": self.n_features_in_}
+        state |= {"names": list(map(str, getattr(self, "feature_names_in_", ()))), "folds": len(self.folds_)}
+        text = json.dumps({**state, "held_weight": self.held_weight_, **self._state()})
         save_posterior(self.posterior_, folder)
         for place, fold in enumerate(self.folds_):
             fold.save(Path(folder) / f"fold_{place}")
@@ -408,9 +394,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """(N,) the most probable labels."""
-        likeliest = self.predict_proba(X).argmax(1)
-        labels: np.ndarray = self.classes_[likeliest]
-        return labels
+        return np.asarray(self.classes_[self.predict_proba(X).argmax(1)])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """(N, C) probabilities of the mixture."""
@@ -419,8 +403,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
         """(N, C) boolean: whether each class is in the prediction set of a row.
 
-        The set is conformal, with a coverage guarantee, if `conformal` was given. Otherwise it has the fewest classes whose
-        probabilities sum to `level`, without a guarantee.
+        Conformal, with a coverage guarantee, if `conformal` was given; else the fewest classes with probability `level`.
         """
         if folds := self._fold_predictions(X, [level]):
             return cross_set(folds, level).numpy()
@@ -477,8 +460,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Args:
             interval: a level such as 0.9, for an `Interval`; or several, for ends (levels, N) or (levels, N, D). The ends are
                 conformal, with a coverage guarantee, if `conformal` was given; otherwise the mixture's central intervals.
-            quantiles: such as [0.1, 0.5, 0.9], for the mixture's quantiles (quantiles, N) or (quantiles, N, D), which have no
-                guarantee, even if `conformal` was given.
+            quantiles: such as [0.1, 0.5, 0.9], for the mixture's (quantiles, N) or (quantiles, N, D), never with a guarantee.
             return_std: whether to return means and standard deviations of the mixture.
         """
         if (interval is not None) + (quantiles is not None) + return_std > 1:
@@ -554,9 +536,8 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
     with read_errors(path, "save the estimator again"):
         state = json.loads(path.read_text())
         kinds = {"Classifier": Classifier, "Regressor": Regressor}
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()
-        }
+        given: dict[str, Any] = {**state["arguments"]}
+        given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
         estimator = kinds[one_of("estimator", state["estimator"], kinds)](**given)
         estimator.n_features_in_ = int(state["columns"])
         if state["names"]:

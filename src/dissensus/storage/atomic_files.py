@@ -55,15 +55,11 @@ def remove_strays(path: Path) -> None:
     with suppress(OSError):  # the file is written: an error in cleaning up does not matter
         for entry in os.scandir(path.parent):
             found = ours.fullmatch(entry.name) if entry.name.startswith(".") else None
-            if found is not None and _is_abandoned(entry, int(found[1])):
+            # A process that runs here may write a file of any age; one of another machine or container that shares the
+            # folder is not seen to run, but its file would be recent.
+            age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+            if found is not None and age > STRAY_SECONDS and not _is_running(int(found[1])):
                 os.unlink(entry.path)
-
-
-def _is_abandoned(entry: os.DirEntry[str], process: int) -> bool:
-    """Whether no process writes the file any more."""
-    # A process that runs here may still be writing a file of any age. A process that does not run here may run on another
-    # machine or in another container that shares the folder; its file would be recent. So both are checked.
-    return not _is_running(process) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STRAY_SECONDS
 
 
 def _is_running(process: int) -> bool:
@@ -73,8 +69,8 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # another user's process
-        return True
+    except OSError:
+        pass  # another user's process
     return True
 
 

@@ -107,8 +107,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
         if found := [*differences(said, present)]:
             raise ValueError(f"expected the saved attributes, got another: {found[0]}; build the network alike")
         return copy.deepcopy(network, deepcopy_memo(network))
-    # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
-    # the network must only not be far larger than the file.
+    # Names and shapes are checked when tensors are filled in. Here the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
     there = sum(math.prod(shape) for shape in shapes.values())
     if wanted > LARGER * there:
@@ -157,8 +156,7 @@ def _shape_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes) -> Ite
 
 
 def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]], stored: Any) -> Counter[str]:
-    """Name of a tensor of drawn functions -> number of functions that have it, over all parts of the draw; `stored`: the
-    sizes of these parts."""
+    """Name of a tensor of drawn functions -> number of functions that have it, over all parts; `stored`: the parts' sizes."""
     rows: Counter[str] = Counter()
     if isinstance(stored, list):
         rows["stored"] = sum(size for size in stored if type(size) is int and size > 0)

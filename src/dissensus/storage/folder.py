@@ -1,8 +1,7 @@
 """Saves and loads posteriors, whole or member by member, as files that cannot contain code.
 
 posterior.safetensors has the tensors, with their config and a checksum over both in the metadata. `load` reads only this file,
-so that one rename replaces a saved posterior; config.json is a copy for people to read. The safetensors library refuses tensors
-that do not fill the file exactly.
+so that one rename replaces a saved posterior; config.json is a copy for people to read.
 """
 
 import copy
@@ -30,15 +29,8 @@ from dissensus.data.input_transforms import KINDS as INPUT_KINDS, as_input_trans
 from dissensus.methods import MAP
 from dissensus.nets import NETS
 from dissensus.numerics.randomness import preserve_random_state
+from dissensus.storage import blueprints
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.blueprints import (
-    LIKELIHOODS,
-    SAVE_AGAIN,
-    build_parts,
-    build_posterior,
-    class_fields,
-    find_method,
-)
 from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
@@ -48,16 +40,10 @@ from dissensus.utils.shared_tensors import copy_sharing_tensors, memory_place
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
-FIELDS = {
-    "format": int,
-    "method": str,
-    "arguments": dict,
+FIELDS = {"format": int, "method": str, "arguments": dict, "tied": dict, "strides": dict, "checksum": str} | {
     "likelihood": {"name": str, "arguments": dict},
     "network": {"structure": list, "attributes": dict, "name": str | None, "arguments": dict | None},
-    "tied": dict,
-    "strides": dict,
     "kept": {"frozen": list, "eval": list, "loop": list},
-    "checksum": str,
 }
 METADATA, CHECKSUM = "dissensus", "checksum"
 OWN, SHARED = "particles.own.", "particles.shared."
@@ -99,28 +85,23 @@ def save(
         got = f"a difference in '{other or 'modes'}'"
         raise ValueError(f"expected members that differ only in registered tensors, got {got}; register it as a buffer")
     drop_stale_guarantees(posterior)
-    posterior = without_watchers(posterior)
+    posterior = copy.copy(posterior)
+    posterior._modules = {**posterior._modules, "watchers": Watchers()}  # these are saved one by one
     with posterior.particles.lock_network():
         tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.
         cutter = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
+    known, meaning = type(network) in NETS.values(), _likelihood_arguments(posterior, targets, unit)
+    name, built = (type(network).__name__, network.config) if known else (None, None)
     config = {
         "format": FORMAT,
-        **class_fields(posterior),
+        **blueprints.class_fields(posterior),
         "arguments": posterior.config(),
-        **({"base": {**class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
-        "likelihood": {
-            "name": type(posterior.likelihood).__name__,
-            "arguments": _likelihood_arguments(posterior, targets, unit),
-        },
-        "network": {
-            "structure": layer_lines(network),
-            **posterior.initial_network,
-            "name": type(network).__name__ if type(network) in NETS.values() else None,
-            "arguments": network.config if type(network) in NETS.values() else None,
-            **({"cut": True} if has_converted_layers(posterior) else {}),
-        },
+        **({"base": {**blueprints.class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
+        "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": meaning},
+        "network": {"structure": layer_lines(network), **posterior.initial_network, "name": name, "arguments": built}
+        | ({"cut": True} if has_converted_layers(posterior) else {}),
         "tied": ties,
         "strides": strides_of(tensors),
         "kept": describe_modes(posterior),
@@ -135,7 +116,7 @@ def save(
     # What cannot be read back is not written. This network may have attributes that training has changed.
     config = json.loads(text)
     config["network"]["attributes"] = describe_network(network)["attributes"]
-    own = None if type(posterior.likelihood) in LIKELIHOODS.values() else posterior.likelihood
+    own = None if type(posterior.likelihood) in blueprints.LIKELIHOODS.values() else posterior.likelihood
     rebuild(config, add_base(config, tensors, network), network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,8 +133,7 @@ def load(
 ) -> Posterior:
     """Loads a saved posterior, with exactly the saved tensors, on the CPU and in eval mode.
 
-    Frozen parameters, and layers put in eval mode by hand, stay so in further training. Loading does not change torch's
-    random state.
+    Frozen parameters, and layers put in eval mode by hand, stay so in training. Torch's random state does not change.
 
     Args:
         folder: a folder written by `save`.
@@ -188,11 +168,13 @@ def rebuild(
 ) -> Posterior:
     """The posterior that a file's config and tensors describe; other arguments as in `load`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    kind = find_method(config, method)
+    kind = blueprints.find_method(config, method)
     # building layers draws random numbers that are overwritten
-    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
+    with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        posterior = build_posterior(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
+        posterior = blueprints.build_posterior(
+            kind, config, shapes, *blueprints.build_parts(config, shapes, network, likelihood)
+        )
         restore_modes(posterior, config["kept"])
         restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)
@@ -205,13 +187,6 @@ def rebuild(
     for promise in stored_guarantees(posterior).values():
         promise.facts.setdefault("fitted_to", posterior.fingerprint())  # files of earlier versions do not say it
     return posterior.eval()
-
-
-def without_watchers(posterior: Posterior) -> Posterior:
-    """The same posterior as it is saved: its watchers are saved one by one."""
-    view = copy.copy(posterior)
-    view._modules = {**posterior._modules, "watchers": Watchers()}
-    return view
 
 
 def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -326,10 +301,8 @@ def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) 
     if not isinstance(likelihood, RealTargets):
         raise TypeError(f"expected a regression for targets and unit, got {type(likelihood).__name__}; leave them out")
     if targets is not None and (posterior.promises or posterior.calibration is not None):
-        raise ValueError(
-            "expected targets= for a posterior without calibration and promises, got some, fitted to standardised "
-            "targets; save without them and with targets=, load, and fit them again"
-        )
+        got = "some, fitted to standardised targets; save without them and with targets=, load, and fit them again"
+        raise ValueError(f"expected targets= for a posterior without calibration and promises, got {got}")
     if targets is not None:
         likelihood.set_target_scale(targets)
     likelihood.unit = unit or likelihood.unit
@@ -370,8 +343,7 @@ def read_members(
 ) -> Iterator[Posterior]:
     """Yields one posterior per stored member, each read from the file when it is needed.
 
-    Yields the whole posterior once if no members are stored, or if members are more than the tensors of a network: for your
-    own methods, and for methods that cut the network or have other tensors.
+    Yields the whole posterior once if its members are not plain stored networks, or if the method is your own.
     """
     config, tensors = read_posterior(folder)
     tensors = add_base(config, tensors, network)
@@ -379,32 +351,27 @@ def read_members(
     if method is not None or not _has_plain_networks(config, shapes):
         yield load(folder, network, likelihood=likelihood, method=method)
         return
-    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
+    with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        template, meaning = build_parts(config, shapes, network, likelihood)
+        template, meaning = blueprints.build_parts(config, shapes, network, likelihood)
     for index in range(config["arguments"]["members"]):
         member = MAP(template, likelihood=meaning)
-        with read_errors(folder / TENSORS, SAVE_AGAIN):
+        with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN):
             restore_fitted(member, {**config, "promises": {}}, tensors)
         restore_transforms(member, config)
         yield _fill_member(member, index, tensors, strides)
 
 
-def _fill_member(
-    member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]
-) -> Posterior:
+def _fill_member(member: MAP, m: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]) -> Posterior:
     """The posterior filled with one member's rows of own tensors, and with the shared tensors."""
     expected, ties = unique_tensors(member)  # a stack stores tied tensors once
     sources = {SHARED + name.removeprefix(OWN) if name.startswith(OWN) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
         raise ValueError(TIES)
-    found = {
-        mine: copy_with_strides(tensors[name][index], strides[name][1:])
-        if name.startswith(OWN)
-        else copy_with_strides(tensors[name], strides[name])
-        for mine, name in sources.items()
-        if mine in expected
+    rows = {
+        name: (t[m], strides[name][1:]) if name.startswith(OWN) else (t, strides[name]) for name, t in tensors.items()
     }
+    found = {mine: copy_with_strides(*rows[name]) for mine, name in sources.items() if mine in expected}
     with torch.no_grad():
         fill_tensors(member, {**found, **{name: found[source] for name, source in ties.items()}})
     return member.eval()
@@ -446,8 +413,7 @@ def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     while True:
         # `safe_open` opens the path twice, for the header and for the tensors, and another process may save in between.
         # Then header and tensors do not belong together, the checksum differs, and the new file is read. A new file is
-        # recognised by its inode number, which no other file can get while this one is open. So an error means damage, and
-        # no error means that everything came from one save.
+        # recognised by its inode number, which no other file can get while this one is open. So an error means damage.
         with path.open("rb") as first:
             try:
                 return _read_checked(path)
@@ -457,7 +423,7 @@ def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with read_errors(path, SAVE_AGAIN), safe_open(path, framework="pt") as file:
+    with read_errors(path, blueprints.SAVE_AGAIN), safe_open(path, framework="pt") as file:
         config: dict[str, Any] = json.loads(file.metadata()[METADATA])
         check_fields(config, FIELDS)
         if config["format"] != FORMAT:

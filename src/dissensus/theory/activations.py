@@ -80,8 +80,7 @@ def gelu_moments(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 ORDER = 512  # nodes of an expansion of an activation
 LAW_NODES = 40  # nodes of a normal modulation; even, so that none is 0
-# Largest share of E φ² in the upper half of the coefficients: a kink leaves 1e-2 there. The error of a smooth function beyond
-# the last coefficient is smaller by orders of magnitude.
+# Largest share of E φ² in the upper half of the coefficients: a kink leaves 1e-2 there, a smooth function far less beyond.
 TAIL = 2e-5
 
 
@@ -156,8 +155,7 @@ class Expectations(NamedTuple):
 class Activation(ABC):
     """Base class of activations with known expectations under Gaussian inputs, used by the kernels.
 
-    For (z, z') ~ N(0, [[a, c], [c, b]]), with tensors a, b, c that broadcast to c's shape; `v` is the law of the
-    modulations.
+    For (z, z') ~ N(0, [[a, c], [c, b]]), with a, b, c that broadcast to c's shape; `v` is the law of the modulations.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -248,13 +246,8 @@ class Smooth(Activation):
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         alone = torch.ones(1, dtype=torch.float64, device=c.device)
         # Members' factors are independent: average each side's coefficients over its factors first.
-        one, two = (
-            [
-                (weights[:, None] * table).sum(-2, keepdim=True)
-                for table in coefficients(self.function, variance, factors, weights)
-            ]
-            for variance in (a, b)
-        )
+        sides = (coefficients(self.function, variance, factors, weights) for variance in (a, b))
+        one, two = ([(weights[:, None] * table).sum(-2, keepdim=True) for table in side] for side in sides)
         value, slope = (sum_expansion(*pair, alone, a, b, c) for pair in zip(one[:2], two[:2], strict=True))
         return Expectations(value, slope, None)
 
@@ -265,20 +258,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "identity": Homogeneous(1.0),
     "erf": ClosedForm(torch.erf, erf_moments, 2 / math.sqrt(math.pi)),
     "gelu": ClosedForm(F.gelu, gelu_moments, 0.5),
-    "tanh": Smooth(torch.tanh),
-    "sigmoid": Smooth(torch.sigmoid),
-    "silu": Smooth(F.silu),
-    "softplus": Smooth(F.softplus),
+    **{each.__name__: Smooth(each) for each in (torch.tanh, torch.sigmoid, F.silu, F.softplus)},
 }
 SMOOTH_GELU = Smooth(lambda z: F.gelu(z, approximate="tanh"))
-_MODULES: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.Identity: "identity",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-    nn.SiLU: "silu",
-    Erf: "erf",
-}
+_MODULES = {each: each.__name__.lower() for each in (nn.ReLU, nn.Identity, nn.Tanh, nn.Sigmoid, nn.SiLU, Erf)}
 
 
 def activation_of(given: str | nn.Module | Activation) -> Activation:

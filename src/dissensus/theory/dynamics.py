@@ -1,7 +1,6 @@
 """Training dynamics in closed form: gradient descent on the squared error under a fixed kernel, and that of a wide ensemble.
 
-L = (1/2B) Σ_b (f − y)². With s = ηλ/B for the kernel's eigenvalues λ, a residual's component is multiplied by e^{−s} per unit
-of time in the flow, and by 1 − s per step.
+L = (1/2B) Σ_b (f − y)². With s = ηλ/B for an eigenvalue λ, a residual's component falls by e^{−s} in the flow, 1 − s per step.
 
 Members of an embedded ensemble are exchangeable, so their kernel over members and inputs has two eigenspaces over members.
 With equal targets y for all, f̄ follows Θ_mean towards y, and the differences δf_α = f_α − f̄ follow Θ_diff towards 0:
@@ -20,6 +19,7 @@ from dissensus.theory.embedded_ensembles import EmbeddedKernels
 from dissensus.utils.checks import integer, number, one_of
 
 Descent = Literal["flow", "steps"]
+Times = Sequence[float] | Tensor
 
 
 class FactorisedKernel:
@@ -59,13 +59,7 @@ def remaining_share(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
 
 
 def residuals(
-    theta: Tensor,
-    initial: Tensor,
-    times: Sequence[float] | Tensor,
-    *,
-    learning_rate: float,
-    batch: int,
-    descent: Descent = "flow",
+    theta: Tensor, initial: Tensor, times: Times, *, learning_rate: float, batch: int, descent: Descent = "flow"
 ) -> Tensor:
     """Residuals (T, n) of gradient descent on the squared error under a fixed kernel, at T times.
 
@@ -95,7 +89,7 @@ def spectrum(theta: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp(min=0), vectors
 
 
-def as_times(times: Sequence[float] | Tensor, like: Tensor) -> Tensor:
+def as_times(times: Times, like: Tensor) -> Tensor:
     """The times as a tensor (T,) in float64."""
     found = torch.as_tensor(times, dtype=torch.float64, device=like.device)
     if found.ndim != 1 or bool((found < 0).any()):
@@ -155,7 +149,7 @@ class EnsembleDynamics:
     def members(
         self,
         initial: Tensor,
-        times: Sequence[float] | Tensor,
+        times: Times,
         *,
         learning_rate: float,
         at_points: Tensor | None = None,
@@ -186,7 +180,7 @@ class EnsembleDynamics:
         gone = self._difference.apply_to_residual(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
         return mean[:, None] + (on_points - centre_points) - gone
 
-    def law(self, times: Sequence[float] | Tensor, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
+    def law(self, times: Times, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
         """`EnsembleLaw` over initialisations: mean, variance of the members' mean, and spread of members at the points.
 
         Arguments as in `members`.
@@ -213,8 +207,7 @@ def ensemble_dynamics(
         points: inputs (n, D) at which outputs are predicted; None means x.
         kernels: a function (x1, x2) -> `EmbeddedKernels`, such as functools.partial(embedded_kernels, depth=2, …).
         members: number of members, M.
-        gamma: M trains shared weights with the sum of the members' gradients (independent regime), 1 with their mean
-            (collective regime).
+        gamma: M trains shared weights with the sum of the members' gradients (independent), 1 with their mean (collective).
 
     Returns:
         `EnsembleDynamics`: `.members(…)` and `.law(…)` give outputs at any time, `.largest_rate` the stability limit.

@@ -56,8 +56,7 @@ def embedded_kernels(
 ) -> EmbeddedKernels:
     """Computes the `EmbeddedKernels` of a dense embedded ensemble at infinite width.
 
-    Members are f_α with x ← u_α φ(v_α (x W/√N + b)) in each hidden layer. There is no output bias: it would correlate
-    members whatever their modulations.
+    Members are f_α with x ← u_α φ(v_α (x W/√N + b)) in each hidden layer; an output bias would correlate them in any case.
 
     Args:
         x1, x2: inputs (N1, D) and (N2, D); x2 = None means x1.

@@ -79,12 +79,9 @@ def output_gradients(function: OneInput, params: Params, x: Tensor) -> list[Tens
 def gradients_one_by_one(network: nn.Module, x: Tensor) -> list[Tensor]:
     """The same for a network (N, …) -> (N, O), one output at a time: slow, but correct for every network."""
     params = list(trainable_parameters(network).values())
+    how: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
     with torch.enable_grad():
-        each = [
-            torch.autograd.grad(output, params, retain_graph=True, materialize_grads=True)
-            for row in x[:, None]
-            for output in network(row)[0]
-        ]
+        each = [torch.autograd.grad(output, params, **how) for row in x[:, None] for output in network(row)[0]]
     return [torch.stack(found).reshape(len(x), -1, found[0].numel()) for found in zip(*each, strict=True)]
 
 
@@ -195,16 +192,12 @@ def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[L
     # One backward pass for all outputs: their unit vectors are a batch.
     units = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, *out.shape)
     found = torch.autograd.grad(out, ends, units, is_grads_batched=True, materialize_grads=True)
-    scales = [1.0 if type(layer).forward is nn.Linear.forward else layer.in_features**-0.5 for layer in trained]
-    return [
-        (
-            seen[layer][0],
-            delta.transpose(0, 1).contiguous(),
-            scale**2 * layer.weight.requires_grad,
-            float(layer.bias is not None and layer.bias.requires_grad),
-        )
-        for layer, delta, scale in zip(trained, found, scales, strict=True)
-    ]
+    signals = []
+    for layer, delta in zip(trained, found, strict=True):
+        square = 1.0 if type(layer).forward is nn.Linear.forward else 1 / layer.in_features  # of the weight's factor
+        learns = square * layer.weight.requires_grad, float(layer.bias is not None and layer.bias.requires_grad)
+        signals.append((seen[layer][0], delta.transpose(0, 1).contiguous(), *learns))
+    return signals
 
 
 Method = Literal["auto", "structured", "jacobian", "products"]
@@ -291,12 +284,8 @@ def is_consistent(way: Way, network: FlatOutputs, x: Tensor, outputs: int) -> bo
 
 def exact_convolutions() -> AbstractContextManager[object]:
     """Context in which GPU convolutions use full float32: torch's default, ten bits, is too coarse for small eigenvalues."""
-    return torch.backends.cudnn.flags(
-        enabled=torch.backends.cudnn.enabled,
-        benchmark=torch.backends.cudnn.benchmark,
-        deterministic=torch.backends.cudnn.deterministic,
-        allow_tf32=False,
-    )
+    kept = {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
+    return torch.backends.cudnn.flags(**kept, allow_tf32=False)
 
 
 def methods_by_cost(network: nn.Module, x1: Tensor, count: int, outputs: int) -> list[str]:
@@ -431,12 +420,7 @@ def posterior_blocks(
 
     posterior.check_inputs(x1)
     with inference_context(posterior), exact_convolutions():
-        return ensemble_blocks(
-            outputs,
-            trained,
-            {name: p for name, p in own.items() if p.requires_grad},
-            x1.to(posterior.device),
-            None if x2 is None else x2.to(posterior.device),
-            fixed={**fixed, **particles.own_buffers()},
-            memory=memory,
-        )
+        own = {name: p for name, p in own.items() if p.requires_grad}
+        first, second = x1.to(posterior.device), None if x2 is None else x2.to(posterior.device)
+        fixed |= particles.own_buffers()
+        return ensemble_blocks(outputs, trained, own, first, second, fixed=fixed, memory=memory)

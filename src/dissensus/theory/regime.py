@@ -67,8 +67,7 @@ class Link:
 def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs; None if unknown."""
     links = chain(posterior, modulations)
-    low, high = (propagate_chain(links, equal=equal) for equal in (False, True))
-    pairs = zip(low, high, strict=True)
+    pairs = zip(*(propagate_chain(links, equal=equal) for equal in (False, True)), strict=True)
     told = [a if a is not None and b is not None and abs(a - b) <= APART else None for a, b in pairs]
     return told[0], told[1]
 
@@ -106,8 +105,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
 
 def propagate_chain(links: list[Link], *, equal: bool) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) at the end of the chain; after loose links members are `equal`, or as near as the chain says."""
-    # Only ratios are returned, and with ReLU they do not depend on the input's size: one input of size 1, equal for all
-    # members, represents all inputs.
+    # Only ratios are returned, which with ReLU do not depend on the input's size: one input of size 1 represents all.
     same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
     for place, link in enumerate(links):
         s = link.s
@@ -144,8 +142,7 @@ def propagate_chain(links: list[Link], *, equal: bool) -> tuple[float | None, fl
         theta_same, theta_cross = second / 2 * theta_same, slope * theta_cross
         same, cross = second * same / 2, value * same
         # More than a ReLU may follow the link. Pooling and parallel branches can only bring members nearer together, up to
-        # equal; another activation may also leave less correlation than ReLU, down to none. The truth lies between the two
-        # runs, and is known if these agree.
+        # equal; another activation may also leave less correlation than ReLU, down to none. The truth lies between both.
         if equal and (link.may_merge_members or link.has_other_activation):
             cross, theta_cross = same, theta_same
         elif link.has_other_activation:
@@ -259,12 +256,8 @@ class MemberOutputs:
         template = self.particles.template
         fixed = {*template.always_eval, *self.particles.frozen_norms()}  # as in training
         layers = {n: each for n, each in statistics_layers(template).items() if n not in fixed}
-        with (
-            self.particles.lock_network(),
-            plain_attention(),
-            sdpa_kernel(SDPBackend.MATH),
-            statistics_mode(self.particles, layers),
-        ):
+        norms = statistics_mode(self.particles, layers)
+        with self.particles.lock_network(), plain_attention(), sdpa_kernel(SDPBackend.MATH), norms:
             yield
 
 
@@ -288,12 +281,8 @@ def largest_rate(outputs: MemberOutputs, y: Tensor | None = None) -> float | Non
 
         def eigenvalue(weights: float, factors: float) -> float:
             nonlocal vector
-            rates = {
-                name: factors
-                if name in outputs.factors
-                else weights * (gamma / members if name in outputs.shared else 1.0)
-                for name in outputs.tensors
-            }
+            rates = {name: weights * (gamma / members if name in outputs.shared else 1.0) for name in outputs.tensors}
+            rates |= dict.fromkeys(outputs.factors, factors)
             value, vector = _lanczos(outputs, back, rates, vector)
             return value
 
@@ -373,9 +362,7 @@ def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -
     return largest
 
 
-def _lanczos(
-    outputs: MemberOutputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
-) -> tuple[float, Tensor]:
+def _lanczos(outputs: MemberOutputs, back: Any, rates: dict[str, float], start: Tensor) -> tuple[float, Tensor]:
     """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector); power iteration needs ten times the products."""
     basis: list[Tensor] = []
     alphas: list[float] = []
@@ -462,13 +449,11 @@ class Regime:
             effective = f"{self.effective_members:.1f} effective members, for random weights without biases"
             rows.append(("correlation predicted", _two_decimals(self.correlation), effective))
         if self.measured_correlation is not None:
-            rows.append(
-                ("correlation measured", _two_decimals(self.measured_correlation), "these members on the inputs")
-            )
+            value = _two_decimals(self.measured_correlation)
+            rows.append(("correlation measured", value, "these members on the inputs"))
         if self.members > 1 and self.overlap is not None:
-            where = (
-                f"independent up to {FEW:g}, collective from {MANY:g}; {'measured' if self.measured else 'wide limit'}"
-            )
+            source = "measured" if self.measured else "wide limit"
+            where = f"independent up to {FEW:g}, collective from {MANY:g}; {source}"
             rows.append(("(M − 1) kernel overlap κ", _two_decimals((self.members - 1) * self.overlap), where))
         if self.rate is not None:
             rows.append(("largest stable rate", f"{self.rate:.3g}", "SGD without momentum on the inputs"))
@@ -491,8 +476,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
 
     Returns:
         A `Regime`. Its rate is 2B/λ_max of the kernel over members × examples, for full batches x and SGD without
-        momentum; for classification it is a bound; None without x. Momentum β raises the limit by a factor 1 + β for a
-        quadratic; in training this is not guaranteed (docs/theory.md).
+        momentum; for classification it is a bound; None without x. Momentum β raises it by 1 + β for a quadratic.
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:
@@ -501,7 +485,9 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     embedded: Any = posterior
     members, gamma = posterior.particles.members, float(embedded.gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
-    crowding = crowding_of(members, chain(posterior, modulations)) if members > 1 else 0.0
+    links = chain(posterior, modulations) if members > 1 else []
+    factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
+    crowding = max([(members - 1) / each.shape[1] for each in factors if each is not ONES], default=0.0)
     rate = found = None
     if x is not None:
         check_examples(x)
@@ -530,13 +516,6 @@ def regime_kind(members: int, overlap: float | None, correlation: float | None, 
         return "collective"
     apart = correlation is None or max(members - 1, 2) * correlation <= FEW
     return "independent" if (members - 1) * overlap <= FEW and apart and bound <= 1 else "between"
-
-
-def crowding_of(members: int, links: Sequence[Link]) -> float:
-    """(M − 1)/N of the narrowest hidden layer whose nodes have factors; 0 if none has."""
-    factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
-    widths = [each.shape[1] for each in factors if each is not ONES]
-    return (members - 1) / min(widths) if widths else 0.0
 
 
 def remedy_of(posterior: Posterior) -> str:

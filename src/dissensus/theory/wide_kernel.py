@@ -38,8 +38,7 @@ class UnitMoments:
     cross: Tensor  # (…, N1, N2) E h(x) h(x'), averaged over units; (…, N) of inputs with themselves
     tangent: Tensor | None  # (…, N1, N2) inner products of gradients by all weights below; None is 0
     layout: Positions
-    # (…, N1) and (…, N2) variances before each activation, by position. Units of inputs with themselves have no `second`:
-    # they append theirs to `first`.
+    # (…, N1), (…, N2) variances before each activation. Inputs with themselves append to `first` and have no `second`.
     first: list[Tensor]
     second: list[Tensor] | None
     gaussian: bool = False  # whether units are Gaussian, so that an activation may follow
@@ -208,12 +207,10 @@ def kernel(
 ) -> Kernels:
     """Computes the NNGP and tangent kernels (N1, N2) of a network at infinite width.
 
-    The network only describes the layers; the values of its weights do not matter. Biases have variance bias_variance and
-    are trained; parameters with requires_grad=False are not trained.
+    Values of weights do not matter. Biases are trained, too, but no parameters with requires_grad=False.
 
     Args:
-        network: an `nn.Sequential` or `nets.MLP` of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1),
-            nets.Residual and known activations.
+        network: a Sequential or `nets.MLP` of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), Residual, activations.
         x1, x2: inputs (N1, …) and (N2, …), as the network takes them; x2 = None means x1.
         weight_variance: σ_w²; 2 keeps the size of signals through ReLU layers.
         bias_variance: σ_b².
@@ -313,12 +310,10 @@ def _propagate(steps: list[nn.Module], units: UnitMoments, law: _WeightLaw, *, w
             if broken:
                 raise ValueError(f"expected {requirement}")
         if isinstance(layer, nn.Linear | NTKLinear):
-            moments = _weight_moments(layer, layer.in_features, law)
-            units = after_weights(flat_mean(units), **moments)
+            units = after_weights(flat_mean(units), **_weight_moments(layer, layer.in_features, law))
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
-            moments = _weight_moments(layer, layer.weight[0].numel(), law)
-            units = after_weights(patch_means(units, layer), **moments)
+            units = after_weights(patch_means(units, layer), **_weight_moments(layer, layer.weight[0].numel(), law))
             width = layer.out_channels
         elif isinstance(layer, nn.Flatten):
             if units.layout != "vector":
@@ -366,12 +361,8 @@ def _requirements(layer: nn.Module, units: UnitMoments, law: _WeightLaw, width: 
 def _weight_moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _WeightLaw) -> dict[str, float]:
     trained_bias = layer.bias is not None and layer.bias.requires_grad
     gradient = float(fan_in if law.standard else 1) if layer.weight.requires_grad else 0.0
-    return {
-        "variance": law.variance,
-        "bias": law.bias if layer.bias is not None else 0.0,
-        "weight_gradient": gradient,
-        "bias_gradient": float(trained_bias),
-    }
+    moments = {"variance": law.variance, "bias": law.bias if layer.bias is not None else 0.0}
+    return moments | {"weight_gradient": gradient, "bias_gradient": float(trained_bias)}
 
 
 def _propagate_residual(layer: Residual, units: UnitMoments, law: _WeightLaw, width: int) -> UnitMoments:
@@ -381,13 +372,9 @@ def _propagate_residual(layer: Residual, units: UnitMoments, law: _WeightLaw, wi
     if branch.cross.shape != units.cross.shape:
         got = f"{tuple(branch.cross.shape[:2])} from {tuple(units.cross.shape[:2])}"
         raise ValueError(f"expected a branch that keeps the image's size, got {got}; pad its convolutions")
-    return replace(
-        units,
-        cross=units.cross + branch.cross,
-        tangent=None if units.tangent is None or branch.tangent is None else units.tangent + branch.tangent,
-        weighted=branch.weighted,
-        activations=branch.activations,
-    )
+    both = replace(units, weighted=branch.weighted, activations=branch.activations, cross=units.cross + branch.cross)
+    tangent = None if units.tangent is None or branch.tangent is None else units.tangent + branch.tangent
+    return replace(both, tangent=tangent)
 
 
 def _propagate_activation(layer: nn.Module, units: UnitMoments) -> UnitMoments:
@@ -430,8 +417,7 @@ def random_network(
 ) -> nn.Module:
     """A copy of the network with new random weights, in NTK form unless parameterization="standard".
 
-    As it gets wider, its `empirical_ntk` tends to `kernel(network, …).ntk`. Arguments as in `kernel`; `generator` is the
-    source of random numbers, None means torch's global generator.
+    As it gets wider, its `empirical_ntk` tends to `kernel(network, …).ntk`. Arguments as in `kernel`.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     weight, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)

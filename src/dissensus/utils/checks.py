@@ -38,13 +38,9 @@ def number(
         raise TypeError(f"expected {name} as a number, got {got}; pass a float")
     found = float(value)
     if not (math.isfinite(found) and above < found < below and least <= found <= most):
-        bounds = [
-            *([f"above {above:g}"] if above > -math.inf else []),
-            *([f"of at least {least:g}"] if least > -math.inf else []),
-            *([f"below {below:g}"] if below < math.inf else []),
-            *([f"of at most {most:g}"] if most < math.inf else []),
-        ]
-        wanted = " and ".join(bounds) or "as a finite number"
+        limits = {"above": above, "of at least": least, "below": below, "of at most": most}
+        bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
+        wanted = bounds or "as a finite number"
         raise ValueError(f"expected {name} {wanted}, got {value!r}; {hint or 'pass a number within these bounds'}")
     return value
 

@@ -8,18 +8,15 @@ from os import PathLike
 RUN_AGAIN = "delete it and run the command again"
 
 
-def damage_error(
-    path: str | PathLike[str], why: object, remedy: str = RUN_AGAIN, *, kind: str = "a whole"
-) -> ValueError:
+def damage_error(path: str | PathLike[str], why: object, fix: str = RUN_AGAIN, *, kind: str = "a whole") -> ValueError:
     """The error for a damaged file. `kind`: description of the file, before its name in the error."""
-    return ValueError(f"expected {kind} {path}, got a damaged one ({why}); {remedy}")
+    return ValueError(f"expected {kind} {path}, got a damaged one ({why}); {fix}")
 
 
 @contextmanager
 def read_errors(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> Iterator[None]:
     """Turns any error raised inside into `damaged`, so that parsers need few checks of their own."""
-    # A ValueError that already says "expected …, got …" is raised unchanged, and so is the error for a file that cannot
-    # be opened.
+    # A ValueError that says "expected …, got …" is raised unchanged, and so is the error for a file that cannot be opened.
     try:
         yield
     except Exception as error:

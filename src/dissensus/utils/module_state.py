@@ -45,9 +45,8 @@ def saved_attributes(network: nn.Module) -> dict[str, Any]:
     """Name -> JSON description of attributes that have one; attributes of torch's layers are in their `extra_repr`."""
     parts = network.named_modules()
     torchs = {n for n, each in parts if original_class(each).__module__.startswith("torch.nn.") and each.extra_repr()}
-    kept = {
-        name: each for name, each in _attributes(network, hooks=False).items() if name.rpartition(".")[0] not in torchs
-    }
+    every = _attributes(network, hooks=False).items()
+    kept = {name: each for name, each in every if name.rpartition(".")[0] not in torchs}
     found = json.loads(json.dumps(kept, default=lambda _: None))
     return {name: each for name, each in found.items() if each is not None}
 

@@ -106,10 +106,8 @@ def mixing_warnings(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str
     held = any(id(each) in rows for group in optimizer.param_groups for each in group["params"])
     if not held or MIXING.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         return []
-    return [
-        f"{type(optimizer).__name__} mixes the entries of each tensor, and members are stacked in one tensor: members "
-        "influence each other; use SGD or Adam, or train the members one by one, each in a MAP"
-    ]
+    why = "mixes the entries of each tensor, and members are stacked in one tensor: members influence each other"
+    return [f"{type(optimizer).__name__} {why}; use SGD or Adam, or train the members one by one, each in a MAP"]
 
 
 def clip_members(particles: Any, largest: float) -> Tensor:
@@ -133,14 +131,8 @@ def _squared_norms(gradients: list[Tensor]) -> Tensor:
     """(T, M) squares of each tensor's norm, member by member."""
     # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
     full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-    return torch.stack(
-        [
-            gather_full_tensor(each.square().sum(tuple(range(1, each.ndim))))
-            if is_divided(each)
-            else each.reshape(len(each), -1).square().sum(1)
-            for each in full
-        ]
-    )
+    flat = [each if is_divided(each) else each.reshape(len(each), -1) for each in full]
+    return torch.stack([gather_full_tensor(each.square().sum(tuple(range(1, each.ndim)))) for each in flat])
 
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:

@@ -76,7 +76,5 @@ def check_copyable(network: nn.Module) -> None:
 def check_own_tensors(params: Tensors, own: Tensors) -> None:
     """Raises where a network that `fully_shard` has divided is to run with other tensors than its own."""
     if any(params[name] is not mine for name, mine in own.items()):
-        raise ValueError(
-            "expected a network divided by fully_shard to run with its own tensors, got others, sampled or copied; use "
-            "ds.distributed.shard, or MAP or MCDropout"
-        )
+        got = "others, sampled or copied; use ds.distributed.shard, or MAP or MCDropout"
+        raise ValueError(f"expected a network divided by fully_shard to run with its own tensors, got {got}")

@@ -182,8 +182,7 @@ def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def call_with_tensors(module: nn.Module, tensors: Tensors, *args: Any, places: TensorPlaces | None = None) -> Any:
     """module(*args) with these tensors in place of its own, tied ones in all their places."""
-    # As torch's `functional_call`, which takes as long as a small network, and leaves tensors of this call in a layer
-    # with two names. Compilers know only that one.
+    # As torch's `functional_call`, the only one compilers know, but quick, and right for a layer with two names.
     places = TensorPlaces(module) if places is None else places
     if torch.compiler.is_dynamo_compiling():
         others = {name: tensors[source] for name, source in places.tied.items() if source in tensors}

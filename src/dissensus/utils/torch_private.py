@@ -79,9 +79,7 @@ def outside_transforms() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch()
 
 
-def run_in_vmap(
-    one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], count: int, map_trees: Callable[..., Any]
-) -> Any:
+def run_in_vmap(one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], count: int, map_trees: Any) -> Any:
     """one(*parts) in a vmap over the first axes of all their tensors, entered by hand; results with a new first axis."""
     lazy_load_decompositions()
     level = functorch._vmap_increment_nesting(count, "different")

@@ -15,20 +15,10 @@ from torch import Tensor
 from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, Root, SetKind, TaskRows
 from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.user_code import is_import_path
-from dissensus.data import digits, fashion, image_set, quadratic_features, toy
+from dissensus.data import digits, fashion, image_set, quadratic_features, segmentation, toy
 from dissensus.data.catalogue import CATALOGUE, data_folder, locate
 from dissensus.data.file_formats import read_npz
 from dissensus.data.images import ImageSet
-from dissensus.data.segmentation import (
-    SPLITS,
-    VOID,
-    SegmentationSet,
-    bdd_anomaly,
-    camvid,
-    segmentation_folder,
-    streethazards,
-    with_unknown,
-)
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 
 Ends = tuple[float, float]
@@ -58,12 +48,8 @@ def line_geometry(
     at_data = torch.stack([(where >= low) & (where <= high) for low, high in intervals]).any(0)
     outside = (where < intervals[0][0]) | (where > intervals[-1][1])
     regions = {"between": ~at_data & ~outside, "outside": outside, "at_data": at_data}
-    return Geometry(
-        positions=where[:, None],
-        inputs=inputs(where[:, None]),
-        regions={name: inside for name, inside in regions.items() if inside.any()},
-        training_positions=position(x),
-    )
+    shown = {name: inside for name, inside in regions.items() if inside.any()}
+    return Geometry(where[:, None], inputs(where[:, None]), shown, position(x))
 
 
 def plane_geometry(x: Tensor, *, window: Ends, far: float, side: int = 101) -> Geometry:
@@ -77,11 +63,7 @@ def plane_geometry(x: Tensor, *, window: Ends, far: float, side: int = 101) -> G
 # Data set -> function from its training inputs x (N, D) to its geometry.
 # Intervals are those of the generating distribution, so regions do not depend on the draw.
 X_SIN_X: dict[str, Any] = {"window": (0.0, 7.5), "intervals": ((1.5, 2.5), (4.5, 6.0))}
-CLUSTERS: dict[str, Any] = {
-    "window": (-10.0, 10.0),
-    "intervals": ((-7.2, -4.8), (-1.2, 1.2), (4.8, 7.2)),
-    "points": 801,
-}
+CLUSTERS: dict[str, Any] = {"window": (-10, 10), "intervals": ((-7.2, -4.8), (-1.2, 1.2), (4.8, 7.2)), "points": 801}
 FEATURES: dict[str, Any] = {"inputs": quadratic_features, "position": lambda x: 2 * x[:, :1]}
 GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
     "x_sin_x": partial(line_geometry, **X_SIN_X),
@@ -100,14 +82,17 @@ UNKNOWN = "unknown"  # the set of foreign pixels: masks of test images, 1 at pix
 
 
 def scene_rows(
-    read: Callable[..., SegmentationSet], folder: Root, unknown: Sequence[str] = (), size: Sequence[int] | None = None
+    read: Callable[..., segmentation.SegmentationSet],
+    folder: Root,
+    unknown: Sequence[str] = (),
+    size: Sequence[int] | None = None,
 ) -> DatasetRows:
     """Images and masks of a set's splits. `unknown`: classes that are ignored in training and foreign at test time."""
-    train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
+    train, validation, test = (read(split, folder=folder, size=size) for split in segmentation.SPLITS)
     ood = {}
     if unknown:
         splits = (train, validation, test)
-        (train, _), (validation, _), (test, foreign) = (with_unknown(each, unknown) for each in splits)
+        (train, _), (validation, _), (test, foreign) = (segmentation.with_unknown(each, unknown) for each in splits)
         ood = {UNKNOWN: TaskRows(test.images, foreign)}
     learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
     return DatasetRows(learned, tested, train.classes, held, ood)
@@ -118,16 +103,16 @@ def own_scene_rows(
     images: str,
     masks: str,
     classes: Sequence[str],
-    void: int = VOID,
+    void: int = segmentation.VOID,
     unknown: Sequence[str] = (),
     size: Sequence[int] | None = None,
 ) -> DatasetRows:
     """Rows from folders of images and masks; {split} in their names stands for train, val and test."""
 
-    def read(split: str, *, folder: Root, size: Any) -> SegmentationSet:
+    def read(split: str, *, folder: Root, size: Any) -> segmentation.SegmentationSet:
         root = data_folder(folder) or Path()
         pictures, labels = (root / name.replace("{split}", split) for name in (images, masks))
-        return segmentation_folder(pictures, labels, classes, void=void, size=size)
+        return segmentation.segmentation_folder(pictures, labels, classes, void=void, size=size)
 
     return scene_rows(read, folder, unknown, size)
 
@@ -176,9 +161,6 @@ def set_location(name: str, folder: Root) -> str:
         return "not found"
 
 
-# ------------------------------------------------------------------------------------------- images
-
-
 def _image_rows(name: str, folder: Root) -> DatasetRows:
     train, test = digits() if name == "digits" else (image_set(name, each, folder=folder) for each in ("train", "test"))
     return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
@@ -190,9 +172,6 @@ def _test_images(name: str, folder: Root) -> TaskRows:
 
 def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
-
-
-# ------------------------------------------------------------------------------------------- toys
 
 
 def _toy_rows(train: toy.Points, test: toy.Points, *, classes: tuple[str, ...] = ()) -> DatasetRows:
@@ -285,11 +264,15 @@ def _image_set(name: str) -> TaskSet:
     return TaskSet(partial(_image_rows, name), "classification", f"{len(about)} classes", place)
 
 
-def _scene_set(read: Callable[..., SegmentationSet], part: str, description: str) -> TaskSet:
+def _scene_set(read: Callable[..., segmentation.SegmentationSet], part: str, description: str) -> TaskSet:
     return TaskSet(partial(scene_rows, read), "segmentation", description, partial(scene_folder, part))
 
 
-_FEATURES = "as features x/2 and (x/2)²"
+def _line_set(description: str, *rows: Any, **defaults: Any) -> TaskSet:
+    return TaskSet(partial(_line_rows, *rows, **defaults), "regression", description)
+
+
+_GAPPED, _FEATURES = "with noise on two intervals with a gap between them", "as features x/2 and (x/2)²"
 _SCENES = "images and masks in folders: data.images, data.masks, data.classes"
 _UCI = f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split"
 SETS: dict[str, TaskSet] = {
@@ -297,39 +280,29 @@ SETS: dict[str, TaskSet] = {
         partial(_image_rows, "digits"), "classification", "10,000 + 2,000 MNIST digits in the package", "shipped"
     ),
     "two_moons": TaskSet(_two_moons, "classification", "two interleaved half circles in the plane"),
-    "x_sin_x": TaskSet(
-        partial(_line_rows, toy.x_sin_x, None, points=45, noise=0.25),
-        "regression",
-        "x sin x with noise on two intervals with a gap between them",
-    ),
-    "x_sin_x_features": TaskSet(
-        partial(_line_rows, _x_sin_x_features, None, points=45, noise=0.25),
-        "regression",
-        f"x sin x on two intervals, {_FEATURES}",
+    "x_sin_x": _line_set(f"x sin x {_GAPPED}", toy.x_sin_x, None, points=45, noise=0.25),
+    "x_sin_x_features": _line_set(
+        f"x sin x on two intervals, {_FEATURES}", _x_sin_x_features, None, points=45, noise=0.25
     ),
     "five_blobs": TaskSet(_five_blobs, "classification", "five Gaussian blobs on a ring in the plane"),
     "three_clusters": TaskSet(
         _three_clusters, "regression", f"400 points in three clusters on a line, {_FEATURES}", "shipped"
     ),
-    "cubic": TaskSet(
-        partial(_line_rows, toy.cubic, 200, points=20, noise=3.0), "regression", "x³ with noise, 20 points on [−4, 4]"
-    ),
-    "cubic_gap": TaskSet(
-        partial(_line_rows, toy.cubic_gap, 201, points=201, noise=2.0),
-        "regression",
-        "x³ with noise on two intervals with a gap between them",
-    ),
+    "cubic": _line_set("x³ with noise, 20 points on [−4, 4]", toy.cubic, 200, points=20, noise=3.0),
+    "cubic_gap": _line_set(f"x³ {_GAPPED}", toy.cubic_gap, 201, points=201, noise=2.0),
     "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, symmetric"),
     "gp_draw": TaskSet(_gp_set, "regression", "a sample of a Gaussian process, observed on two intervals"),
     "npz": _own_set(npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file"),
     "folder": _own_set(folder_rows, "classification", "images in data.path/train/CLASS and test/CLASS"),
     "table": _own_set(table_rows, None, "a CSV or Parquet file: data.file, data.target", standardised=True),
     **{name: _image_set(name) for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")},
-    "camvid": _scene_set(camvid, "trainannot", "11 classes of street scenes"),
+    "camvid": _scene_set(segmentation.camvid, "trainannot", "11 classes of street scenes"),
     "streethazards": _scene_set(
-        streethazards, "train/annotations/training", "13 classes of simulated streets, and anomalies"
+        segmentation.streethazards, "train/annotations/training", "13 classes of simulated streets, and anomalies"
     ),
-    "bdd_anomaly": _scene_set(bdd_anomaly, "seg/labels/train", "19 classes of streets, some of them anomalies"),
+    "bdd_anomaly": _scene_set(
+        segmentation.bdd_anomaly, "seg/labels/train", "19 classes of streets, some of them anomalies"
+    ),
     "segmentation_folder": TaskSet(own_scene_rows, "segmentation", _SCENES, "your files"),
     "uci_regression": TaskSet(
         uci_rows, "regression", _UCI, lambda folder: regression_folder(folder, *REGRESSION_SETS), is_user_data=True

@@ -72,11 +72,9 @@ class DataCache:
         return self._last[1]
 
 
-def task_data(
-    settings: dict[str, Any], folder: Root = None, *, kind: SetKind | None = None, beside: str = ""
-) -> TaskData:
+def task_data(given: dict[str, Any], folder: Root = None, *, kind: SetKind | None = None, beside: str = "") -> TaskData:
     """The rows of a run's [data] section; `kind`: of the task, for sets that fit several; `beside`: the task file's folder."""
-    options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
+    options = {key: value for key, value in given.items() if key not in ("ood", "shift")}
     name, seed = options.pop("name"), options.pop("seed", 0)
     validation, calibration = options.pop("validation", None), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
@@ -116,7 +114,7 @@ def task_data(
             if not re.fullmatch(r"[\w .+-]+", each):
                 raise ValueError(f"expected a plain name for a set of data.{key}, got {each!r}; rename it")
             _check_like_training(training, rows, each, named)
-        for each in dict.fromkeys(name_list(settings.get(key, []))):
+        for each in dict.fromkeys(name_list(given.get(key, []))):
             if Path(each).stem in found:
                 raise ValueError(f"expected different names in data.{key}, got {Path(each).stem!r} twice; rename one")
             file = Path(each).suffix in FILES
@@ -128,18 +126,11 @@ def task_data(
     def foreign_rows(rows: TaskRows) -> TaskRows:  # for a segmentation they are pixels of its test rows
         return split_test_rows(rows)[0] if kind == "segmentation" else rows.sample(ood_rows, seed=seed)
 
-    return TaskData(
-        kind=kind,
-        classes=classes,
-        train=training,
-        validation=held,
-        calibration=held_test,
-        test=test,
-        ood={each: foreign_rows(rows) for each, rows in other_sets("ood", FOREIGN).items()},
-        shift=other_sets("shift", SHIFTED, **options),
-        standardiser=_input_standardiser(training, standardise),
-        targets=_target_standardiser(training, targets, kind),
-    )
+    rows: dict[str, Any] = {"train": training, "validation": held, "calibration": held_test, "test": test}
+    foreign = {each: foreign_rows(found) for each, found in other_sets("ood", FOREIGN).items()}
+    rows |= {"ood": foreign, "shift": other_sets("shift", SHIFTED, **options)}
+    scaled = _input_standardiser(training, standardise), _target_standardiser(training, targets, kind)
+    return TaskData(kind=kind, classes=classes, **rows, standardiser=scaled[0], targets=scaled[1])
 
 
 def _add_label_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:

@@ -16,7 +16,7 @@ from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.user_code import import_object
 from dissensus.data import split_indices
 from dissensus.data.file_formats import npz_pair, pixels
-from dissensus.data.images import image_folder, image_stack, subfolders
+from dissensus.data.images import Size, image_folder, image_stack, subfolders
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.numerics.randomness import preserve_random_state
@@ -121,20 +121,13 @@ def function_rows(name: str, asked: DataRequest, **options: Any) -> DatasetRows:
     for key in found:
         one_of(f"a key of what {name} returns", key, MADE)
     learn = RowConverter(asked.kind, found["train"], f"train of {name}", found.get("classes"))
-    elsewhere: dict[str, dict[str, TaskRows]] = {"ood": {}, "shift": {}}
+    elsewhere: dict[str, Any] = {"ood": {}, "shift": {}}
     for key, sets in elsewhere.items():
         for each, rows in dict(found.get(key, {})).items():
             sets[str(each)] = learn.rows(rows, f"{key} {each!r} of {name}", labelled=key == "shift")
     validation = learn.rows(found["validation"], f"validation of {name}") if "validation" in found else None
-    return DatasetRows(
-        learn.train,
-        learn.rows(found["test"], f"test of {name}"),
-        learn.classes,
-        validation,
-        ood=elsewhere["ood"],
-        shift=elsewhere["shift"],
-        sorted=True,
-    )
+    test = learn.rows(found["test"], f"test of {name}")
+    return DatasetRows(learn.train, test, learn.classes, validation, **elsewhere, sorted=True)
 
 
 @contextmanager
@@ -163,9 +156,7 @@ def npz_rows(asked: DataRequest, train_file: str, test_file: str, classes: int |
     return DatasetRows(learn.train, read(test_file, True), learn.classes, read_file=read, sorted=True)
 
 
-def folder_rows(
-    asked: DataRequest, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
-) -> DatasetRows:
+def folder_rows(asked: DataRequest, path: str = ".", size: Size = None, channels: int = 3) -> DatasetRows:
     """Rows of images in PATH/train/CLASS and test/CLASS; optional: validation/CLASS, ood/SET and shift/SET/CLASS."""
     root = asked.path(path)
     read = partial(image_folder, size=size, channels=channels)
@@ -180,16 +171,12 @@ def folder_rows(
         images, _ = image_stack(folder, size=size, channels=channels)
         return TaskRows(images, torch.zeros(len(images), dtype=torch.int64))
 
-    held = root / "validation"
-    return DatasetRows(
-        TaskRows(train.images, train.labels),
-        labelled_rows(root / "test"),
-        classes,
-        labelled_rows(held) if held.is_dir() else None,
-        ood={each.name: foreign_rows(each) for each in subfolders(root / "ood")},
-        shift={each.name: labelled_rows(each) for each in subfolders(root / "shift")},
-        sorted=True,
-    )
+    test, held = labelled_rows(root / "test"), root / "validation"
+    validation = labelled_rows(held) if held.is_dir() else None
+    ood = {each.name: foreign_rows(each) for each in subfolders(root / "ood")}
+    shift = {each.name: labelled_rows(each) for each in subfolders(root / "shift")}
+    learned = TaskRows(train.images, train.labels)
+    return DatasetRows(learned, test, classes, validation, ood=ood, shift=shift, sorted=True)
 
 
 def table_rows(

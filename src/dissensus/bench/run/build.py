@@ -329,13 +329,10 @@ def _read_torch(path: Path, limit: int) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"expected a state dict of plain tensors in {path}, got one that asks for {asked[1]}; save network.state_dict() "
-            "alone"
-            if asked
-            else "its pickle is damaged"
-        ) from error
+        if asked := re.search(r"GLOBAL (\S+)", str(error)):
+            got = f"one that asks for {asked[1]}; save network.state_dict() alone"
+            raise ValueError(f"expected a state dict of plain tensors in {path}, got {got}") from error
+        raise ValueError("its pickle is damaged") from error
     entries = f"the entries {first_names(loaded)}" if isinstance(loaded, Mapping) else type(loaded).__name__
     for key in ENTRIES:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
@@ -358,9 +355,7 @@ def _read_safetensors(path: Path, limit: int) -> dict[str, Tensor]:
 
 
 READERS: dict[str, Callable[[Path, int], dict[str, Tensor]]] = {
-    ".pt": _read_torch,
-    ".pth": _read_torch,
-    ".th": _read_torch,
+    **dict.fromkeys((".pt", ".pth", ".th"), _read_torch),
     ".npz": _read_numpy,
     ".safetensors": _read_safetensors,
 }

@@ -30,8 +30,7 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
     """Builds the method's posterior from a network with these weights, and saves it in the new folder `out`.
 
     `overrides`: "section.key=value" as in a task: network.name and the network's arguments, settings of the method, a
-    likelihood. `seed`: seed of the method's random initialisation; torch's state is restored. Everything is built and checked
-    before anything is written.
+    likelihood. `seed`: of the method's random initialisation; torch's state is restored. All is checked before it is written.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")

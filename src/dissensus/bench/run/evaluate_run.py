@@ -4,7 +4,6 @@ Each function `with_…` returns the evaluation with more numbers and arrays tha
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,10 @@ def evaluation_of_run(
 ) -> Evaluation:
     """The Evaluation of a trained run in a folder.
 
-    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: the posterior with
-    the task's [calibration].
+    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: with [calibration].
     """
-    corrupted, chosen = (
-        read_counts(splits.pop(each)) if each in splits else None
-        for each in (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
-    )
+    both = (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
+    corrupted, chosen = (read_counts(splits.pop(each)) if each in splits else None for each in both)
     about: dict[str, Any] = {"corrupted": corrupted, "temperature": float(posterior.temperature)}
     about["parameters"] = parameter_count(posterior)
     if kind == "segmentation":
@@ -71,13 +67,9 @@ def evaluation_of_run(
     facts = read_json(folder / "training.json")
     if not is_number(facts.get("seconds")):
         raise damage_error(folder / "training.json", "without 'seconds'")
-    evaluation = replace(
-        evaluation,
-        metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-        notes={"classes": "\n".join(data.classes)}
-        | precision_note(config.precision)
-        | collapse_note(posterior, evaluation.metrics),
-    )
+    notes = {"classes": "\n".join(data.classes)} | precision_note(config.precision)
+    notes |= collapse_note(posterior, evaluation.metrics)
+    evaluation = training_watch.with_metrics(replace(evaluation, notes=notes), {"cost/train_seconds": facts["seconds"]})
     if prediction_splits.GRID in splits:
         on_grid = read_predictions(splits[prediction_splits.GRID]).predictive
         evaluation = with_grid(evaluation, on_grid, prediction_splits.geometry_of(config, data), data.train.y)
@@ -102,13 +94,11 @@ def evaluation_of_run(
     return training_watch.with_curves(evaluation, folder, data.train)
 
 
-def evaluation_of_rows(
-    splits: Mapping[str, Path], asked: Mapping[str, Any], kind: PredictionKind, **about: Any
-) -> Evaluation:
+def evaluation_of_rows(files: dict[str, Path], asked: dict[str, Any], kind: PredictionKind, **about: Any) -> Evaluation:
     """The Evaluation of a classification or a regression from the files of its splits; `asked`: the task's [evaluation]."""
-    test = read_predictions(splits["test"])
+    test = read_predictions(files["test"])
     elsewhere = {
-        group: {s.removeprefix(group): read_predictions(path) for s, path in splits.items() if s.startswith(group)}
+        group: {s.removeprefix(group): read_predictions(path) for s, path in files.items() if s.startswith(group)}
         for group in ("ood-", "shift-")
     }
     score = checked_score(asked.get("score"), kind, test.members)
@@ -192,9 +182,8 @@ def with_reference(evaluation: Evaluation, test: Predictions, reference: Predict
     """Adds against/agreement (of classes) and against/total_variation between this predictive and the reference's."""
     distances = _distances(test.predictive, reference.predictive)
     found = {f"against/{name}": float(each.mean()) for name, each in distances.items()}
-    return training_watch.with_metrics(
-        evaluation, found, {f"against/{name}": each.float() for name, each in distances.items()}
-    )
+    arrays = {f"against/{name}": each.float() for name, each in distances.items()}
+    return training_watch.with_metrics(evaluation, found, arrays)
 
 
 def with_reference_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:
@@ -223,8 +212,7 @@ def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
 def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:
     """Adds region/NAME/sd or region/NAME/entropy, and arrays grid/…; targets: of the training rows.
 
-    sd: standard deviation of the members' means, √epistemic, averaged over the region. entropy: entropy of the mean
-    probabilities in nats, averaged over the region.
+    Means over the region. sd: standard deviation of members' means, √epistemic; entropy: of the mean probabilities, in nats.
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
         raise ValueError(f"expected predictions at all grid points, got {predictive}; evaluate with --again")

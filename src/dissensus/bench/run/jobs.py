@@ -71,8 +71,7 @@ def bench(
 ) -> tuple[Results, list[Path]]:
     """Trains, evaluates and reports a task: (results, report files).
 
-    The report has all finished runs of the task in the folder. `baseline`: the method to compare with, by default the
-    task's. `holm`: adjusts p-values for their number.
+    The report has all finished runs of the task in the folder. `baseline`: None is the task's. `holm`: adjusts p-values.
     """
     chosen, folder = methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
     there = earlier_runs(task, folder, {(method, seed) for method in chosen for seed in range(seeds)})
@@ -200,7 +199,8 @@ def begin_runs(
     """The checked runs of these configs, each with its folder; nothing is trained yet. `load`: shared with other runs."""
     torchrun_ranks.connect()
     load = load or DataCache(source)
-    runs = [Run(out / folder_name(config), config, load=load) for config in configs]
+    names = [f"{each.method.replace(':', '.')}-seed{each.seed}" for each in configs]  # some file systems have no colon
+    runs = [Run(out / name, config, load=load) for name, config in zip(names, configs, strict=True)]
     _ = runs[0].data  # load data before making the folder: missing data then leave nothing behind
     for run in runs:  # all of them before the first folder
         run.check()
@@ -212,10 +212,6 @@ def begin_runs(
     if not all((run.folder / "config.toml").is_file() for run in runs):
         raise FileNotFoundError(f"expected a folder that all processes see, got {out}; choose a shared --out")
     return runs
-
-
-def folder_name(config: RunConfig) -> str:
-    return f"{config.method.replace(':', '.')}-seed{config.seed}"  # some file systems do not allow a colon
 
 
 def _training_groups(runs: Sequence[Run]) -> list[list[Run]]:
@@ -428,17 +424,10 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
     found = {run.config.method: setting_value(run.config.settings, key) for run in runs} if key else {}
     values = {method: float(value) for method, value in found.items() if value is not None}
-    return Results(
-        title=first.title,
-        description=first.description,
-        methods=methods,
-        origins=origins,
-        baseline=baseline,
-        facts={k: v for k, v in facts.items() if v},
-        reference=first.reference,
-        focus=focus if focus in methods else None,
-        sweep=SettingSweep(key, values) if key and values else None,
-    )
+    about: dict[str, Any] = {"title": first.title, "description": first.description, "reference": first.reference}
+    about |= {"facts": {k: v for k, v in facts.items() if v}, "focus": focus if focus in methods else None}
+    sweep = SettingSweep(key, values) if key and values else None
+    return Results(methods=methods, origins=origins, baseline=baseline, sweep=sweep, **about)
 
 
 def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:

@@ -50,10 +50,6 @@ class MeasuredSplit(NamedTuple):
     arrays: dict[str, Tensor]
 
 
-def write_measured(path: Path, measured: MeasuredSplit) -> None:
-    write_tensors(path, measured.arrays, {"metrics": measured.metrics})
-
-
 def read_measured(path: Path) -> MeasuredSplit:
     arrays, facts = read_tensors(path)
     if not isinstance(facts.get("metrics"), dict):
@@ -131,10 +127,8 @@ def evaluation_of_pixels(
     """The Evaluation of the splits, "test" among them."""
     metrics = {key: value for part in parts.values() for key, value in part.metrics.items()}
     arrays = {key: value for part in parts.values() for key, value in part.arrays.items()}
-    ood, shift = (
-        tuple(split.removeprefix(f"{kind}-") for split in parts if split.startswith(f"{kind}-"))
-        for kind in ("ood", "shift")
-    )
+    sets = [split.partition("-") for split in parts]
+    ood, shift = (tuple(name for kind, dash, name in sets if dash and kind == wanted) for wanted in ("ood", "shift"))
     milliseconds = metrics.pop("cost/predict_ms")
     bins = {key.removeprefix(BINS): CalibrationBins(*arrays.pop(key)) for key in [*arrays] if key.startswith(BINS)}
     for name in ood:
@@ -178,10 +172,8 @@ def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
     if names in ("none", [], ""):
         return None
     severities = config.evaluation.get("severities", [1, 2, 3, 4, 5])
-    return Corruptions(
-        names if names in ("all", "benchmark") else name_list(names),
-        [severities] if isinstance(severities, int) else severities,
-    )
+    types = names if names in ("all", "benchmark") else name_list(names)
+    return Corruptions(types, [severities] if isinstance(severities, int) else severities)
 
 
 def attack_curves(config: RunConfig) -> AttackCurves | None:
@@ -218,19 +210,15 @@ def split_writer(
         about = f"{len(attacks.names)} attacks × {len(attacks.epsilons)} ε on {len(rows.y)} inputs"
         tell(about)
         bounds = (0.0, 1.0) if data.has_images else None
-        found = attacked_inputs(
-            functions,
-            loader(rows),
-            replace(attacks, standardiser=data.standardiser, bounds=bounds),
-            tell=lambda done: tell(f"{about}: {done} done"),
-        )
+        asked = replace(attacks, standardiser=data.standardiser, bounds=bounds)
+        found = attacked_inputs(functions, loader(rows), asked, tell=lambda done: tell(f"{about}: {done} done"))
         return lambda path: write_attacked(path, found)
     tell(split)
     rows = _split_rows(split, config, data)
     if config.kind == "segmentation":
         score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
         measured = measure_pixels(split, rows, data, functions, loader, score)
-        return lambda path: write_measured(path, measured)
+        return lambda path: write_tensors(path, measured.arrays, {"metrics": measured.metrics})
     picture = data.standardiser.inverse if data.has_images else None
     labelled = split != GRID and not split.startswith("ood-")
     said = predictions(functions, loader(rows), name=split, labelled=labelled, picture=picture)

@@ -181,15 +181,9 @@ class Run:
         if shuffle and (scenes or rows.x.nbytes <= ON_DEVICE):
             rows = TaskRows(rows.x.to(self.device), rows.y.to(self.device))
         asked = self.config.evaluation.get("batch_size", 4 if scenes else 250)
-        augment = training.get("augment", "none") if shuffle else "none"
-        return standardised_batches(
-            rows,
-            self.data.standardiser,
-            targets=self.data.targets,
-            batch_size=training.get("batch_size", 64) if shuffle else asked,
-            shuffle=shuffle,
-            augment=parse_object("augment", augment).build(),
-        )
+        how = {"shuffle": shuffle, "batch_size": training.get("batch_size", 64) if shuffle else asked}
+        augment = parse_object("augment", training.get("augment", "none") if shuffle else "none").build()
+        return standardised_batches(rows, self.data.standardiser, targets=self.data.targets, augment=augment, **how)
 
     @property
     def is_writer(self) -> bool:
@@ -219,8 +213,6 @@ class Run:
             with (self.folder / "log.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(epoch)) + "\n")
 
-    # ------------------------------------------------------------------ stages
-
     @property
     def is_trained(self) -> bool:
         return (self.folder / "training.json").is_file()
@@ -235,7 +227,8 @@ class Run:
         with self.seeded_context(), run_folder.keep_warnings([self.folder]):
             posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
             if training["epochs"] == 0:
-                return self._save_untrained(posterior)
+                refresh(posterior.eval(), self.loader(self.data.train))  # on rows without augmentation
+                return self.save_results(posterior, [], seconds=0.0, best=None, engine="none")
             optimizer, scheduler = build.optimizer(posterior, training)
             history = fit(
                 posterior,
@@ -276,11 +269,6 @@ class Run:
             run_folder.log.setLevel(level)
         return float(timed.epochs[-1].seconds * training["epochs"] * len(rows.y) / len(used.y))
 
-    def _save_untrained(self, posterior: Posterior) -> None:
-        """Keeps the method's posterior without training, fitted to the training rows without augmentation."""
-        refresh(posterior.eval(), self.loader(self.data.train))
-        self.save_results(posterior, [], seconds=0.0, best=None, engine="none")
-
     @contextmanager
     def seeded_context(self) -> Iterator[None]:
         """Context with the run's seed and threads; torch's are restored afterwards."""
@@ -312,10 +300,8 @@ class Run:
 
     def _callbacks(self, posterior: Posterior) -> list[Callable[[Epoch], None]]:
         """After each epoch: writes a line of the log, and measures members' distances and learning curves."""
-        asked, watching = (
-            self.config.evaluation if self.is_writer else {},
-            list[Callable[[Epoch], None] | None]([self.log]),
-        )
+        asked = self.config.evaluation if self.is_writer else {}
+        watching: list[Callable[[Epoch], None] | None] = [self.log]
         if "distances_every" in asked:
             every = asked["distances_every"]
             watching.append(distance_callback(self.folder, posterior, self._comparison_batches, every=every))

@@ -124,13 +124,8 @@ def write_predictions(path: Path, predictions: Predictions) -> None:
     tensors = {"targets": predictions.targets, **described, **predictions.examples}
     if predictions.energy is not None:
         tensors["energy"] = predictions.energy
-    facts = {
-        "kind": type(predictions.predictive).__name__,
-        "shapes": predictions.shapes,
-        "milliseconds": predictions.milliseconds,
-        "networks": predictions.networks,
-    }
-    write_tensors(path, tensors, facts)
+    facts = {name: getattr(predictions, name) for name in ("shapes", "milliseconds", "networks")}
+    write_tensors(path, tensors, {"kind": type(predictions.predictive).__name__, **facts})
 
 
 def read_predictions(path: Path) -> Predictions:
@@ -141,15 +136,10 @@ def read_predictions(path: Path) -> Predictions:
             predictive = ClassificationPredictive(tensors["log_probabilities"])
         else:
             predictive = RegressionPredictive(tensors["means"], tensors["variances"])
-        return Predictions(
-            predictive=predictive,
-            targets=tensors["targets"],
-            energy=tensors.get("energy"),
-            examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
-            shapes=tuple(map(tuple, facts["shapes"])),
-            milliseconds=facts["milliseconds"],
-            networks=facts["networks"],
-        )
+        about: dict[str, Any] = {"targets": tensors["targets"], "energy": tensors.get("energy")}
+        about |= {"shapes": tuple(map(tuple, facts["shapes"])), "networks": facts["networks"]}
+        examples = {name: tensor for name, tensor in tensors.items() if name.startswith("examples/")}
+        return Predictions(predictive, examples=examples, milliseconds=facts["milliseconds"], **about)
     except Exception as error:  # a tensor or fact is missing, or has another shape or type
         raise damage_error(path, f"without {error}") from error
 
@@ -211,18 +201,11 @@ ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a 
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Facts about this program and this machine, for the run's config."""
-    return {
-        "dissensus": __version__,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-        "command": command(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    program = {"dissensus": __version__, "commit": commit(), "python": platform.python_version()}
+    program |= {"torch": torch.__version__, "numpy": numpy.__version__}
+    machine = {"device": device_name(device), "threads": torch.get_num_threads(), "platform": platform.platform()}
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return {**program, **machine, "command": command(), "started": started}
 
 
 def command() -> str:

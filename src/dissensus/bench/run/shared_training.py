@@ -154,10 +154,8 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
     shared = watched.run.to(first.device)
     optimizer, scheduler = build.optimizer(shared, training)
     others = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
-    settings = {
-        "clip": training.get("clip"),
-        "precision": training.get("precision", "auto"),
-        "engine": training.get("engine", "auto"),
+    settings: dict[str, Any] = {
+        **{key: training[key] for key in ("clip", "precision", "engine") if key in training},
         "progress": f"{waiting[0].config.method}{others}" if progress else False,
         "draw": False,  # a draw at the end of the head would be discarded
         "optimizer": optimizer,
@@ -173,17 +171,9 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
             for run in waiting:
                 run.log(replace(epoch, epoch=done + epoch.epoch))
 
+        how = {"checkpoint": folder / f"{name}.pt", "ranks": first.ranks, **settings}
         with keep_warnings([run.folder for run in waiting]):
-            history = fit(
-                shared,
-                loader,
-                epochs=count,
-                scheduler=scheduler,
-                checkpoint=folder / f"{name}.pt",
-                callback=log,
-                ranks=first.ranks,
-                **settings,
-            )
+            history = fit(shared, loader, epochs=count, scheduler=scheduler, callback=log, **how)
         epochs.extend(replace(epoch, epoch=done + epoch.epoch) for epoch in history.epochs)
         return history.engine
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,9 @@ class MeasurementLog:
     A stopped run continues its file. An epoch that is repeated writes the same line twice.
     """
 
-    def __init__(
-        self, path: Path, names: Sequence[str], measure: Callable[[], Mapping[str, float]], *, every: int
-    ) -> None:
+    def __init__(self, path: Path, keys: Sequence[str], measure: Callable[[], dict[str, float]], *, every: int) -> None:
         self.path, self.measure, self.every = path, measure, every
-        there = read_measurements(path, names) if path.is_file() else {}
+        there = read_measurements(path, keys) if path.is_file() else {}
         # Remove an incomplete last line, so that the next one starts on a new line.
         lines = (json.dumps({"epochs": epochs, **found}) for epochs, found in there.items())
         write_text(path, "".join(f"{line}\n" for line in lines))
@@ -66,11 +64,9 @@ def read_measurements(path: Path, names: Sequence[str]) -> dict[int, dict[str, f
     return dict(sorted(found.items()))
 
 
-def with_metrics(
-    evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None
-) -> Evaluation:
-    """The evaluation with these metrics and arrays added."""
-    return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
+def with_metrics(result: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:
+    """The result with these metrics and arrays added."""
+    return replace(result, metrics=result.metrics | metrics, arrays=result.arrays | (arrays or {}))
 
 
 def with_measurements(evaluation: Evaluation, path: Path, names: Sequence[str], prefix: str) -> Evaluation:
@@ -114,8 +110,7 @@ NOISE = ("noise/memorised", "noise/recovered", "noise/clean")
 def compare_with_labels(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
     """Whether predicted classes (N,) of training rows equal the wrong label, the true label, or, at clean rows, the label.
 
-    noise/memorised and noise/recovered are (W,), for the W rows with a wrong label; noise/clean is (N − W,). Empty without
-    wrong labels.
+    noise/memorised and noise/recovered are (W,), for the W rows with a wrong label; noise/clean is (N − W,). Empty if W = 0.
     """
     if rows.true_labels is None:
         return {}
@@ -152,10 +147,8 @@ def learning_callback(
         with inference_context(posterior):
             drawn, said = posterior.current(), {}
             for name, rows in shown.items():
-                parts = [
-                    checked_prediction(posterior, drawn.predict(posterior.prepare_batch(each).x))
-                    for each in posterior.read(load(rows))
-                ]
+                read = map(posterior.prepare_batch, posterior.read(load(rows)))
+                parts = [checked_prediction(posterior, drawn.predict(batch.x)) for batch in read]
                 said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
         classes = {name: each.mean.argmax(1) for name, each in said.items()}
         found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}

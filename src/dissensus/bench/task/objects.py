@@ -179,22 +179,12 @@ OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     },
     "augment": AUGMENTATIONS,
     "prior": {"gaussian": GaussianPrior, "empcov": EmpCov},
-    "modulation": {
-        "constant": Modulation.constant,
-        "sign": Modulation.sign,
-        "normal": Modulation.normal,
-        "bernoulli": Modulation.bernoulli,
-        "between": Modulation.between,
-    },
+    "modulation": {name: getattr(Modulation, name) for name in ("constant", "sign", "normal", "bernoulli", "between")},
 }
 
 # Examples for objects that a method requires, with their purpose.
-EXAMPLES: dict[str, dict[str, str]] = {
-    "modulation": {
-        "sign": "which makes independent members",
-        "{normal=[1,0.1]}": "which keeps what a pretrained network knows",
-    }
-}
+_NEAR = "which keeps what a pretrained network knows"
+EXAMPLES = {"modulation": {"sign": "which makes independent members", "{normal=[1,0.1]}": _NEAR}}
 
 
 def option_text(section: str, key: str) -> str:

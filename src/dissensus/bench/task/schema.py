@@ -148,8 +148,7 @@ class Calibration(TypedDict, total=False):
 class Widths(TypedDict, total=False):  # of a task over widths: one cell and run for each
     of: str  # the network's setting to multiply
     factors: list[Any]  # by which it is multiplied
-    members: list[Any]  # numbers of members that share weights; smaller independent ensembles are subsets of the
-    # largest
+    members: list[Any]  # numbers of members that share weights; independent ensembles are subsets of the largest
     rate: Literal["fixed", "sharing"]  # "fixed": the method's rate; "sharing": divided by (1 + √(M/N))² if members
     # share weights
     p: list[Any]  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
@@ -251,16 +250,13 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, Fields]:
     if not is_import_path(data):
         one_of("data.name (or package.module:name)", data, SETS)
     of_data, of_network = fields_of(Data), fields_of(Network)
-    found: dict[str, Fields] = {
-        "data": AnyKey(of_data)
-        if is_import_path(data)
-        else parameter_fields(SETS[data].make, "folder", "asked") | of_data,
-        "network": AnyKey(of_network)
-        if is_import_path(network)
-        else of_network | parameter_fields(objects.network_maker(network)),
-        "likelihood": _object_fields(objects.argument_names("likelihood", settings.get("likelihood"))),
-        **{model.__name__.lower(): fields_of(model) for model in (Training, Evaluation, Calibration, Widths)},
-    }
+    rows = AnyKey(of_data) if is_import_path(data) else parameter_fields(SETS[data].make, "folder", "asked") | of_data
+    layers: Fields = AnyKey(of_network)
+    if not is_import_path(network):
+        layers = of_network | parameter_fields(objects.network_maker(network))
+    noise = _object_fields(objects.argument_names("likelihood", settings.get("likelihood")))
+    found: dict[str, Fields] = {"data": rows, "network": layers, "likelihood": noise}
+    found |= {model.__name__.lower(): fields_of(model) for model in (Training, Evaluation, Calibration, Widths)}
     found |= {f"grid.{axis}": AnyKey(fields_of(GridAxis)) for axis in settings.get("grid", {})}
     for name in [*METHODS, *objects.variants_of(settings)]:
         # The keys of the user's code are known only after importing it, which reading settings should not do.

@@ -75,8 +75,7 @@ class LinearLayer:
         inputs = kernel.shape[1]
         found = {weight: matrix[..., :inputs].reshape(*matrix.shape[:-1], inputs, *kernel.shape[2:])}
         found |= {name: matrix[..., inputs] for name, _ in bias}
-        copies = {name: t.to(kernel.dtype, copy=True) for name, t in found.items()}
-        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in copies.items()}
+        return {name: t.to(kernel.dtype).clone(memory_format=torch.contiguous_format) for name, t in found.items()}
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(n, C) one row per position, in float64, from a tensor with the layer's channel axis."""
@@ -121,8 +120,7 @@ def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] |
         outputs = batches.call_network(network, x)
     called: list[Call] = []
     for name, *tensors in seen:
-        # A module that contains a called layer does not count as a layer, even if it has weights (a vision transformer has a
-        # class token). A parametrised layer contains called modules, too.
+        # A module around a called layer is none, even with weights of its own (a class token), unless it is parametrised.
         around = any(inner != name and inner.startswith(f"{name}." if name else "") for inner, _, _ in called)
         if not around or isinstance(modules[name], (nn.Linear, *CONVOLUTIONS)):
             called.append((name, *tensors))
@@ -293,9 +291,8 @@ class CurvatureSums:
         """Directions e of the outputs' shape with Σ e eᵀ = I for every example: unit vectors; random signs on average."""
         size, shape, device = outputs[0].numel(), outputs.shape, outputs.device
         if size <= MOST_OUTPUTS:
-            yield from (
-                torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:]).expand(size, *shape)
-            )
+            units = torch.eye(size, dtype=torch.float64, device=device).reshape(size, 1, *shape[1:])
+            yield from units.expand(size, *shape)
             return
         for _ in range(RANDOM_PASSES):
             signs = 2 * torch.randint(2, shape, generator=self.generator, device=device) - 1
@@ -402,14 +399,9 @@ class Curvature(nn.Module):
 
 def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
-    return {
-        "mean": mean,
-        "eigenvalues": values,
-        **dict(zip(names, vectors, strict=True)),
-        "log_likelihood": log_likelihood,
-        "precision": torch.ones_like(log_likelihood),
-        "layer": torch.tensor(layer, device=mean.device),
-    }
+    found = {"mean": mean, "eigenvalues": values, **dict(zip(names, vectors, strict=True))}
+    found |= {"log_likelihood": log_likelihood, "precision": torch.ones_like(log_likelihood)}
+    return found | {"layer": torch.tensor(layer, device=mean.device)}
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:

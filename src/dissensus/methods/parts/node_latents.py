@@ -64,7 +64,8 @@ class Complexity:
     def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """() Ĥ[q]."""
         if self.family == "cauchy":
-            return cauchy_entropies(at_least_float32(std)).mean()
+            # (1/K) Σ_k Σ_d log 4πσ, at most the entropy of the mixture
+            return (math.log(4 * math.pi) + at_least_float32(std).log()).sum() / len(std)
         widths = None if self.bound == "joint" else self.widths
         factor = RELEASED if self.bound == "released" else EXACT
         return entropy_bound(at_least_float32(mean), at_least_float32(std), widths=widths, factor=factor)
@@ -140,11 +141,6 @@ def cauchy_cross_entropy(mean: Tensor, scale: Tensor, prior_scale: float) -> Ten
     return (math.log(math.pi / prior_scale) + reach.log()).sum() / len(mean)
 
 
-def cauchy_entropies(scale: Tensor) -> Tensor:
-    """(K,) H[q_k] = Σ_d log 4πσ; their mean is at most the entropy of the mixture."""
-    return math.log(4 * math.pi) * scale.shape[1] + scale.log().sum(1)
-
-
 def cauchy_noise(*size: int, dtype: Any, device: Any, generator: torch.Generator | None = None) -> Tensor:
     """tan π (u − ½), u uniform."""
     return torch.tan(math.pi * (torch.rand(*size, dtype=dtype, device=device, generator=generator) - 0.5))
@@ -183,8 +179,7 @@ def entropy_bound(mean: Tensor, std: Tensor, *, widths: Sequence[int] | None = N
 def surrogate_kl(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
     """() KL(N(mean_k μ_k, Σ_k σ_k² / K²) ‖ N(1, s²)), summed over latents, as in the code of iBNN's authors.
 
-    This is the Gaussian of the components' average, not of their mixture: components may spread as long as their mean stays
-    at 1. It does not bound the mixture's KL.
+    This is the Gaussian of the components' average: they may spread around a mean of 1. It does not bound the mixture's KL.
     """
     centre, variance = mean.mean(0), std.square().sum(0) / len(std) ** 2
     ratio = variance / prior_std**2
@@ -210,12 +205,6 @@ def repeat_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Col
 def repeat_rows(tensor: Tensor, times: int) -> Tensor:
     """(B · times, ...): each row `times` times in succession."""
     return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)
-
-
-def inputs_of_other_length(x: Inputs) -> set[int]:
-    """Numbers of the tensors in x that are not as long as the batch, such as one row for all examples."""
-    size = batches.count_examples(x)
-    return {i for i, tensor in enumerate(batches.input_tensors(x)) if tensor.ndim and len(tensor) not in (1, size)}
 
 
 def find_input_tables(particles: Particles, x: Inputs, whole: Collection[int]) -> list[tuple[int, ...]]:

@@ -99,8 +99,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
             freeze_norms(particles.template)
             self.train(self.training)
 
-    # ------------------------------------------------------------------ the objective
-
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         size, copies, repeated = batches.count_examples(batch.x), self.train_samples, node_latents.repeat_rows
         weight = None if batch.weight is None else repeated(batch.weight, copies)
@@ -121,8 +119,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         cost = self.complexity.kl(mean, std, self.posterior_temperature)
         complexity = annealing_weight(self, self.annealing) * cost / self.data_size
         return value + self.penalty(params) + complexity, (), buffers
-
-    # ------------------------------------------------------------------ the posterior over latents
 
     @property
     def mean(self) -> Tensor:
@@ -156,20 +152,11 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
 
     def groups(self) -> list[Group]:
-        rate = self.latent_lr
-        latents = Group(
-            "latents",
-            self._latent_parameters(),
-            factor=1.0 if self.lr is None else self.components,
-            rate=None if rate is None else rate * self.components,
-            momentum=self.latent_momentum,
-            decay=False,
-            decayed="pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)",
-            prior=False,
-        )
-        return [*super().groups(), latents]
-
-    # ------------------------------------------------------------------ functions
+        how: dict[str, Any] = {"momentum": self.latent_momentum, "decay": False, "prior": False}
+        how["factor"] = 1.0 if self.lr is None else self.components
+        how["rate"] = None if self.latent_lr is None else self.latent_lr * self.components
+        drawn = "pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)"
+        return [*super().groups(), Group("latents", self._latent_parameters(), decayed=drawn, **how)]
 
     def draw(self) -> DrawnFunctions:
         stored = self.stored
@@ -208,10 +195,8 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     @torch.no_grad()
     def _sample_latents(self) -> Tensor:
         """(M · S, D) latents, network by network."""
-        generator = own_generator(self.device)
+        how = (self.samples, own_generator(self.device), self.complexity.noise)
         each = zip(*self._stacked_latents(), strict=True)
-        noise = self.complexity.noise
-        how = (self.samples, generator, noise)
         return torch.cat([node_latents.sample_for_functions(mean.detach(), std, *how) for mean, std in each])
 
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
@@ -242,20 +227,19 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         if not again and self.batch_norm == "frozen":
             started_at = float(self.std.detach().mean()) if self.stored is None else None
             node_latents.warn_of_start(particles.template.network, started_at)
-        self._unbatched_inputs |= node_latents.inputs_of_other_length(x)
+        size, each = batches.count_examples(x), enumerate(batches.input_tensors(x))
+        # not as long as the batch, such as one row for all examples
+        self._unbatched_inputs |= {i for i, tensor in each if tensor.ndim and len(tensor) not in (1, size)}
         if shapes not in self._checked_shapes and batches.count_examples(x):
             with inference_context(self):
-                if not self.network_is_random and (
-                    tables := node_latents.find_input_tables(particles, x, self._unbatched_inputs)
-                ):
+                known = self._unbatched_inputs
+                if not self.network_is_random and (tables := node_latents.find_input_tables(particles, x, known)):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
                     got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
                 how: dict[str, Any] = {"whole": self._unbatched_inputs, "like": self.mean, "again": again}
                 node_latents.examine_layers(particles, self.sites, x, **how)
             self._checked_shapes.add(shapes)
-
-    # ------------------------------------------------------------------ state and files
 
     def plain_network(self) -> nn.Module:
         return restore_plain_layers(self.particles.member(0))
@@ -268,8 +252,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return self.stored is not None or state is not None
 
     def blank_draw(self, sizes: Any, state: Tensors) -> TensorTree:
-        tree = TensorTree()
-        rows = self.particles.members * self.samples
+        tree, rows = TensorTree(), self.particles.members * self.samples
         tree.add_tensor("own.latents", self.mean.detach().new_zeros(rows, self.latents))
         return tree
 
@@ -284,14 +267,12 @@ class NodeFunctions(DrawnFunctions):
 
     def __init__(self, particles: Particles, sites: Sequence[Site], latents: Tensor) -> None:
         super().__init__()
-        self.particles = particles
-        self.sites = sites
+        self.particles, self.sites = particles, sites
         # "latents" (S, D) and, for folded layers, "weight.NUMBER" and "bias.NUMBER" (S, ...). Numbers, not names: a layer's
         # name is empty if the network is itself the layer, and may be a prefix of another name
         self.drawn = TensorTree()
         self.drawn.add_tensor("latents", latents, persistent=False)
-        self.members = len(latents)
-        self.training = False
+        self.members, self.training = len(latents), False
         layers = [particles.template.network.get_submodule(site.layer) for site in sites]
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
         self._overrides: list[dict[str, Factors | Kernel]] | None = None

@@ -1,8 +1,7 @@
 """Sampling: networks are trained as usual; functions are drawn by sampling weights around each network.
 
 A method only defines how weights are sampled (`sample`), or has a recorder that watches the training and samples
-(`RecordingPosterior`). Drawing, re-estimating batch statistics, and storing, saving and loading the draw are done here, for
-one network or many.
+(`RecordingPosterior`). Drawing, re-estimating batch statistics, and storing, saving and loading the draw are done here.
 """
 
 from __future__ import annotations
@@ -57,12 +56,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
     stored: Families | None
 
     def __init__(
-        self,
-        networks: Networks,
-        *,
-        samples: int,
-        latents: nn.Module | None = None,
-        **prior: Unpack[MethodKeywords],
+        self, networks: Networks, *, samples: int, latents: nn.Module | None = None, **prior: Unpack[MethodKeywords]
     ) -> None:
         super().__init__(networks, latents=latents, **prior)
         check_copyable(self.network)  # samples run in copies
@@ -173,14 +167,10 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         rows |= {name: t.detach().repeat_interleave(count, dim=0) for name, t in own.items() if name not in sampled}
         template = particles.copy_template(networks.start)
         template.always_eval = sorted({*template.always_eval, *particles.frozen_norms()})
-        return Particles.split(
-            template,
-            {**rows, **sampled},
-            own=lambda name: name in sampled or name in statistics or (several and name in own),
-            kept={*particles.shared.state_dict(), *particles.own.state_dict()},
-            members=total,
-            held=held,
-        )
+        mine = {*sampled, *statistics, *(own if several else ())}
+        kept = {*particles.shared.state_dict(), *particles.own.state_dict()}
+        rows |= sampled
+        return Particles.split(template, rows, own=mine.__contains__, kept=kept, members=total, held=held)
 
     def check_network(self) -> None:
         """Raises if the network's parameters, or their requires_grad, have changed since the posterior was built."""
@@ -261,10 +251,8 @@ class SampledFunctions(DrawnFunctions):
     def __init__(self, particles: Particles, device: torch.device) -> None:
         """`device`: where the functions run; their tensors may be kept on the host."""
         super().__init__()
-        self.particles = particles
-        self.device = device
-        self.members = particles.members
-        self.training = False
+        self.particles, self.device = particles, device
+        self.members, self.training = particles.members, False
 
     def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
         particles = self.particles
