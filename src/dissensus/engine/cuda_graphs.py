@@ -135,9 +135,10 @@ class CapturedCalls:
         """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails."""
         # If it fails, it is tried once more after plain calls in which the constants that the function makes are kept.
         pool, constants = next((graph.graph.pool() for graph in self.graphs.values()), None), self.constants.get(key)
-        how: dict[str, Any] = {"pool": pool, "generators": generators, "constants": constants, "relaxed": self.relaxed}
         try:
-            self.graphs[key] = Graph(run, inputs, **how)
+            self.graphs[key] = Graph(
+                run, inputs, pool=pool, generators=generators, constants=constants, relaxed=self.relaxed
+            )
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
             if constants is None and not self.compiled and not isinstance(error, torch.OutOfMemoryError):

@@ -424,10 +424,17 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
     found = {run.config.method: setting_value(run.config.settings, key) for run in runs} if key else {}
     values = {method: float(value) for method, value in found.items() if value is not None}
-    about: dict[str, Any] = {"title": first.title, "description": first.description, "reference": first.reference}
-    about |= {"facts": {k: v for k, v in facts.items() if v}, "focus": focus if focus in methods else None}
-    sweep = SettingSweep(key, values) if key and values else None
-    return Results(methods=methods, origins=origins, baseline=baseline, sweep=sweep, **about)
+    return Results(
+        title=first.title,
+        description=first.description,
+        methods=methods,
+        origins=origins,
+        baseline=baseline,
+        facts={k: v for k, v in facts.items() if v},
+        reference=first.reference,
+        focus=focus if focus in methods else None,
+        sweep=SettingSweep(key, values) if key and values else None,
+    )
 
 
 def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:

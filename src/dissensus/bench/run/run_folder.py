@@ -136,10 +136,15 @@ def read_predictions(path: Path) -> Predictions:
             predictive = ClassificationPredictive(tensors["log_probabilities"])
         else:
             predictive = RegressionPredictive(tensors["means"], tensors["variances"])
-        about: dict[str, Any] = {"targets": tensors["targets"], "energy": tensors.get("energy")}
-        about |= {"shapes": tuple(map(tuple, facts["shapes"])), "networks": facts["networks"]}
-        examples = {name: tensor for name, tensor in tensors.items() if name.startswith("examples/")}
-        return Predictions(predictive, examples=examples, milliseconds=facts["milliseconds"], **about)
+        return Predictions(
+            predictive=predictive,
+            targets=tensors["targets"],
+            energy=tensors.get("energy"),
+            examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
+            shapes=tuple(map(tuple, facts["shapes"])),
+            milliseconds=facts["milliseconds"],
+            networks=facts["networks"],
+        )
     except Exception as error:  # a tensor or fact is missing, or has another shape or type
         raise damage_error(path, f"without {error}") from error
 
@@ -201,11 +206,18 @@ ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a 
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Facts about this program and this machine, for the run's config."""
-    program = {"dissensus": __version__, "commit": commit(), "python": platform.python_version()}
-    program |= {"torch": torch.__version__, "numpy": numpy.__version__}
-    machine = {"device": device_name(device), "threads": torch.get_num_threads(), "platform": platform.platform()}
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    return {**program, **machine, "command": command(), "started": started}
+    return {
+        "dissensus": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "command": command(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def command() -> str:

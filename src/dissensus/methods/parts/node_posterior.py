@@ -152,11 +152,17 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
 
     def groups(self) -> list[Group]:
-        how: dict[str, Any] = {"momentum": self.latent_momentum, "decay": False, "prior": False}
-        how["factor"] = 1.0 if self.lr is None else self.components
-        how["rate"] = None if self.latent_lr is None else self.latent_lr * self.components
-        drawn = "pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)"
-        return [*super().groups(), Group("latents", self._latent_parameters(), decayed=drawn, **how)]
+        latents = Group(
+            "latents",
+            self._latent_parameters(),
+            factor=1.0 if self.lr is None else self.components,
+            rate=None if self.latent_lr is None else self.latent_lr * self.components,
+            momentum=self.latent_momentum,
+            decay=False,
+            decayed="pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)",
+            prior=False,
+        )
+        return [*super().groups(), latents]
 
     def draw(self) -> DrawnFunctions:
         stored = self.stored
@@ -237,8 +243,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
                     got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
-                how: dict[str, Any] = {"whole": self._unbatched_inputs, "like": self.mean, "again": again}
-                node_latents.examine_layers(particles, self.sites, x, **how)
+                node_latents.examine_layers(particles, self.sites, x, whole=known, like=self.mean, again=again)
             self._checked_shapes.add(shapes)
 
     def plain_network(self) -> nn.Module:
