@@ -31,11 +31,13 @@ from dissensus.core.predictive import Predictive, as_column
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
+from dissensus.utils.checks import pixel_warning
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
 log = logging.getLogger("dissensus")
+RAW_OUTPUTS = "posterior(x) gives every member's raw outputs: use posterior.predict(x), or for them posterior.draw()(x)"
 
 
 class Posterior(TrainableModule, ABC):
@@ -76,8 +78,7 @@ class Posterior(TrainableModule, ABC):
         self.classes: tuple[str, ...] | None = None
         self.base: tuple[Posterior] | None = None  # the posterior that this one watches; a tuple, so it is no submodule
         self._known = KnownInputs()
-        # Whether learned noise was checked before a step, and before a prediction.
-        self._started = self._predicted = False
+        self._started = self._predicted = False  # whether learned noise was checked before a step, and a prediction
 
     # ------------------------------------------------------------------ what a method declares
 
@@ -173,6 +174,7 @@ class Posterior(TrainableModule, ABC):
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' raw outputs, not calibrated; see `predictor` for calibrated ones."""
+        self._known.warn_once(None if self.training or torch.compiler.is_compiling() else RAW_OUTPUTS)
         batches.count_examples(x := self.transform_inputs(x))  # raises if x has no tensor
         outputs: Tensor = self.draw()(x)
         return outputs
@@ -195,7 +197,8 @@ class Posterior(TrainableModule, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.check_finite(x := self.transform_inputs(x), anywhere=True)
+        largest = batches.check_finite(x := self.transform_inputs(x), anywhere=True)
+        self._known.warn_once(pixel_warning(largest, self._known.largest))
         x = batches.move_to_device(x, self.device)
         with inference_context(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
@@ -206,10 +209,10 @@ class Posterior(TrainableModule, ABC):
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         frozen = sum(parameter.numel() for parameter in self.parameters()) - trained
         network = type(self.particles.template.network).__name__
+        more = f", {more}" if (more := self.extra_repr()) else ""
         return (
             f"{type(self).__name__}({network}, members={self.particles.members}, parameters={trained:,}"
-            f"{f' + {frozen:,} frozen' if frozen else ''}, "
-            f"likelihood={type(self.likelihood).__name__})"
+            f"{f' + {frozen:,} frozen' if frozen else ''}, likelihood={type(self.likelihood).__name__}{more})"
         )
 
     @final
@@ -277,7 +280,7 @@ class Posterior(TrainableModule, ABC):
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         if not self._started:
-            self._started = True
+            self._started, self._known.largest = True, batches.check_finite(batch.x, anywhere=True)
             remark = start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
             self._known.warn_once(remark)
 
@@ -379,7 +382,8 @@ class KnownInputs:
     def __init__(self) -> None:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # shapes of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
-        self.doubted = False  # whether a warning about the outputs was logged
+        self.largest = float("inf")  # value of the first training batch
+        self.warnings = set[str]()  # that were logged
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network."""
@@ -389,10 +393,10 @@ class KnownInputs:
         return torch.Size((batches.count_examples(x), *self.shapes[key]))
 
     def warn_once(self, word: str | None) -> None:
-        """Logs a warning about the outputs, once."""
-        if word is not None and not self.doubted:
+        """Logs a warning, once."""
+        if word is not None and word not in self.warnings:
             log.warning("%s", word)
-            self.doubted = True
+            self.warnings.add(word)
 
     def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
         """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""

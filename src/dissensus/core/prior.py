@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dissensus.utils.checks import integer, number
+from dissensus.utils.checks import integer, number, suggest_keywords
 from dissensus.utils.tensor_tree import Tensors
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
@@ -137,6 +137,7 @@ def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
     return inspect.Signature([*known, *spelled])
 
 
+@suggest_keywords
 def make_prior(
     prior: Any = None, weight_prior_std: float | Mapping[str, float] | None = None, data_size: int | None = None
 ) -> Prior | None:

@@ -29,7 +29,7 @@ from dissensus.evaluation.robustness_curves import (
     Corruptions,
 )
 from dissensus.methods.embedded_ensembles import collapse_note
-from dissensus.utils.checks import one_of
+from dissensus.utils.checks import one_of, suggest_keywords
 from dissensus.utils.progress import LoaderProgress
 
 log = logging.getLogger("dissensus")
@@ -37,6 +37,7 @@ log = logging.getLogger("dissensus")
 Loaders = Mapping[str, Iterable[Any]]
 
 
+@suggest_keywords
 def evaluate(
     posterior: Posterior,
     loader: Iterable[Any],

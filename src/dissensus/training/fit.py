@@ -31,7 +31,7 @@ from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exis
 from dissensus.training.history import Epoch, History, PartialEpoch, TrainingStep
 from dissensus.training.optimisation import Optimisation
 from dissensus.training.validation import Validation
-from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.checks import available_device, integer, number, one_of, suggest_keywords
 from dissensus.utils.parameter_groups import check_rates
 from dissensus.utils.progress import Progress
 
@@ -43,12 +43,14 @@ StepCallback = Callable[[TrainingStep], object]
 _warned: WeakSet[Posterior] = WeakSet()  # of their data_size
 
 
+@suggest_keywords
 def fit(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
     epochs: int,
     validation: Iterable[Any] | None = None,
+    lr: float | None = None,
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     clip: float | None = None,
@@ -84,6 +86,7 @@ def fit(
         validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
             state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
             trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change the choice, and record the whole run.
+        lr: learning rate of the weights in the default optimizer; None is the method's.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
             default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
             batch.
@@ -112,7 +115,7 @@ def fit(
             loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y.
 
     Returns:
-        A `History`: one `Epoch` each, the index of the epoch kept, the engine used, and the expected memory.
+        A `History`: one `Epoch` each, the epoch kept, the engine used, and the expected memory.
 
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
@@ -122,21 +125,24 @@ def fit(
     with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         data = Loader.for_posterior(loader, posterior, shuffle=True)
         division = processes.enter_context(partition_training(posterior, mesh, ranks, data))
-        check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
+        check_run(posterior, lr, optimizer, scheduler, patience=patience, validation=validation)
         if targets is not None:
             standardise_targets(posterior, division.complete_loader(data))
         posterior.to(_training_device(device, posterior))
         division.begin()
         resumes = checkpoint_exists(checkpoint, division)
-        plan = Optimisation(posterior, optimizer, scheduler, division, epochs=epochs, resumes=resumes)
+        plan = Optimisation(posterior, optimizer, scheduler, division, lr=lr, epochs=epochs, resumes=resumes)
         store = Checkpoints(checkpoint, posterior, plan.optimizer, plan.scheduler, division, checkpoint_seconds)
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
         run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
+        if resumes:
+            where = f"at epoch {len(history) + 1}" if len(history) < epochs else "after the last epoch"
+            bar.note(f"resumed {where} of {epochs}")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
-            for index in choice.remaining_epochs(len(history)):
+            for index in choice.remaining_epochs(len(history) + 1):
                 epoch = run.train_epoch(index, bar, interruptions)
                 if epoch is None:
                     store.write(history, choice.best, run.part)
@@ -153,6 +159,8 @@ def fit(
         choice.restore_best()
         history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
         posterior.eval()
+        for remark in filter(None, (plan.remark_on_loss(history, epochs), posterior.extra_repr())):
+            bar.note(remark)
         return history
 
 
@@ -216,7 +224,7 @@ class _Run:
         if self.part is None:
             begun = (*generator_states(self.posterior.device), self.loader.state()) if interruptions.resumable else ()
             self.part = PartialEpoch(*begun)
-        batches = self.division.training_batches(index)
+        batches = self.division.training_batches(index - 1)
         losses, lr = self.run_epoch(batches, self.part, bar, interruptions), self.plan.lr
         if losses is None:
             return None
@@ -316,7 +324,7 @@ def _store_draw(posterior: Posterior, loader: Loader) -> float:
 
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return available_device(device)
     return torch.device("cuda") if torch.cuda.is_available() and posterior.device.type == "cpu" else posterior.device
 
 
@@ -357,11 +365,15 @@ def check_arguments(
 
 
 def check_run(
-    posterior: Posterior, optimizer: object, scheduler: object, *, patience: int | None, validation: object
+    posterior: Posterior, lr: Any, optimizer: object, scheduler: object, *, patience: int | None, validation: object
 ) -> None:
     """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
     check_trainable(posterior)
     check_rates(optimizer)
+    number("lr", 1.0 if lr is None else lr, above=0)
+    if lr is not None and (optimizer or getattr(posterior, "lr", None)) is not None:
+        got = f"lr={lr:g} and that of {type(optimizer or posterior).__name__}"
+        raise ValueError(f"expected one learning rate, got {got}; leave lr out of fit, and set it there")
     if posterior.particles.fully_sharded and posterior.prior is not None:
         got = type(posterior.prior).__name__
         raise NotImplementedError(f"expected no prior with fully_shard, got {got}; use the optimizer's weight_decay")

@@ -21,7 +21,7 @@ class Epoch:
     """The result of one epoch of training; `fit` passes it to its callback.
 
     Args:
-        epoch: its number, from 0.
+        epoch: its number, from 1.
         loss: mean loss over members and batches.
         members: M mean losses, one per member.
         lr: learning rate of the first parameter group.
@@ -77,14 +77,14 @@ class History:
 
     Args:
         epochs: a list of `Epoch`.
-        best: index of the epoch kept by validation; None if none was chosen.
+        best: the `Epoch` kept by validation; None if none was chosen.
         engine: how members ran, as in `fit(engine=...)`.
         memory: the expected memory of training, in bytes.
         drawing: seconds spent at the end to draw and store functions.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
-    best: int | None = None  # the epoch kept by validation; None if none was chosen
+    best: Epoch | None = None  # kept by validation; None if none was chosen
     engine: str | None = None  # how members ran
     memory: Memory | None = None  # the expected memory of training
     drawing: float = 0.0  # seconds spent at the end to draw and store functions
@@ -96,7 +96,7 @@ class History:
         return self.epochs[index]
 
     def __repr__(self) -> str:
-        kept = "" if self.best is None else f", kept epoch {self.best}"
+        kept = "" if self.best is None else f", kept epoch {self.best.epoch}"
         scores = ""
         if self.epochs:
             last = self.epochs[-1]
@@ -127,7 +127,8 @@ class History:
         if not self.epochs:
             raise ValueError("expected a history with epochs to plot, got an empty one; train for at least one epoch")
         validation = np.array([math.nan if e.selection_score is None else e.selection_score for e in self.epochs])
-        return notebook_figure(training_figure(np.array([e.members for e in self.epochs]), validation, best=self.best))
+        best = None if self.best is None else self.best.epoch
+        return notebook_figure(training_figure(np.array([e.members for e in self.epochs]), validation, best=best))
 
 
 @dataclass
