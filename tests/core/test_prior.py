@@ -11,7 +11,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.prior import make_prior, norm_parameters
+from dissensus.core.prior import make_prior
+from dissensus.utils.batch_norm_names import norm_parameters
 from refusals import refuses
 
 

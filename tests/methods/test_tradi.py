@@ -537,10 +537,10 @@ def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: b
 def test_at_most_ten_looks_are_spread_over_the_last_quarter_and_the_last_epoch_is_one():
     one = started()
     found = {epochs: looked_at(epochs, one) for epochs in range(1, 200)}
-    assert (found[1], found[2]) == ([0], [1])
-    assert found[30] == list(range(22, 30))
-    assert found[100] == list(range(81, 100, 2))
-    assert all(len(each) <= 10 and each[-1] == epochs - 1 for epochs, each in found.items())
+    assert (found[1], found[2]) == ([1], [2])
+    assert found[30] == list(range(23, 31))
+    assert found[100] == list(range(82, 101, 2))
+    assert all(len(each) <= 10 and each[-1] == epochs for epochs, each in found.items())
     assert looked_at(30, TRADI(network().double())) == []  # which has observed nothing
 
 

@@ -24,8 +24,8 @@ class Batch(NamedTuple):
     weight: Tensor | None = None
 
     @classmethod
-    def from_tuple(cls, given: Any, *, anywhere: bool = False) -> "Batch":
-        """A batch from what a loader yields, with types, weights and inputs (`check_finite`) checked."""
+    def from_tuple(cls, given: Any, *, anywhere: bool = False, look: Callable[[float], object] = float) -> "Batch":
+        """A batch from what a loader yields, checked; `look` is called with the largest input (`check_finite`)."""
         if isinstance(given, cls):  # checked when it was made
             return given
         given = split_labels(given, required=True)
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
         check_weight(weight)
-        check_finite(x, anywhere=anywhere)
+        look(check_finite(x, anywhere=anywhere))
         unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
         return batch._replace(y=y.long()) if unsigned else batch
 

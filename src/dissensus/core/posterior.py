@@ -12,6 +12,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
@@ -197,8 +198,7 @@ class Posterior(TrainableModule, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        largest = batches.check_finite(x := self.transform_inputs(x), anywhere=True)
-        self._known.warn_once(pixel_warning(largest, self._known.largest))
+        self._known.look(batches.check_finite(x := self.transform_inputs(x), anywhere=True))
         x = batches.move_to_device(x, self.device)
         with inference_context(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
@@ -257,7 +257,8 @@ class Posterior(TrainableModule, ABC):
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
             given = (self.transform_inputs(given[0]), *given[1:])
-        x, y, weight = batch = Batch.from_tuple(given, anywhere=anywhere)
+        look = partial(self._known.look, training=self.training)
+        x, y, weight = batch = Batch.from_tuple(given, anywhere=anywhere, look=look)
         if isinstance(self.likelihood, RealTargets) and y.ndim == 1 and y.is_floating_point():
             return Batch(x, as_column(y, self.likelihood.mean_shape(self.output_shape(x))), weight)
         return batch
@@ -280,7 +281,7 @@ class Posterior(TrainableModule, ABC):
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         if not self._started:
-            self._started, self._known.largest = True, batches.check_finite(batch.x, anywhere=True)
+            self._started = True
             remark = start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
             self._known.warn_once(remark)
 
@@ -382,7 +383,7 @@ class KnownInputs:
     def __init__(self) -> None:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # shapes of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
-        self.largest = float("inf")  # value of the first training batch
+        self.largest = float("-inf")  # value of inputs
         self.warnings = set[str]()  # that were logged
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
@@ -391,6 +392,12 @@ class KnownInputs:
         if key not in self.shapes:
             self.shapes[key] = batched_outputs(run, x).shape[1:]
         return torch.Size((batches.count_examples(x), *self.shapes[key]))
+
+    def look(self, largest: float, training: bool = False) -> None:
+        """Notes the largest value of training, or of the first inputs; warns if that of later ones looks like pixels."""
+        if training or self.largest < 0:
+            self.largest = max(self.largest, largest)
+        self.warn_once(pixel_warning(largest, self.largest))
 
     def warn_once(self, word: str | None) -> None:
         """Logs a warning, once."""

@@ -157,7 +157,7 @@ class TrainableModule(CalibratedModule):
 
         For what a method counts in Python (batch sizes, steps). Evaluation does not call it.
         """
-        for watcher in self.watchers:
+        for watcher in self._modules["watchers"]:  # type: ignore[union-attr]
             watcher.before_step(batch)
 
     def couple(self, z: Any) -> Any:

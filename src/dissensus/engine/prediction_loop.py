@@ -27,7 +27,7 @@ from dissensus.core.predictive import Predictive, RunningSummary
 from dissensus.engine.cuda_graphs import CapturedFunction
 from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.utils.checks import one_of, pixel_warning
+from dissensus.utils.checks import one_of
 
 log = logging.getLogger("dissensus")
 
@@ -64,7 +64,7 @@ class FixedDraw:
         with inference_context(posterior):
             self.drawn = posterior.draw()
         self.posterior, self.precision, self.compiled, self.device = posterior, precision, compiled, posterior.device
-        self.members, self._started = self.drawn.members, False
+        self.members = self.drawn.members
         self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
         self.portion = partition_functions(posterior, self.drawn)
@@ -150,10 +150,7 @@ class FixedDraw:
         return Answer(self.correction.correct_mixture(members), energies), maxima
 
     def check_and_move(self, x: Inputs) -> Inputs:
-        """Inputs on the device, which the network takes; of the first batch, also looks at their scale."""
-        if not self._started:
-            self._started, known = True, self.posterior._known
-            known.warn_once(pixel_warning(batches.check_finite(x, anywhere=True), known.largest))
+        """Inputs on the device, which the network takes."""
         x = batches.move_to_device(x, self.device)
         with precision_context(self.posterior, self.precision):
             self.posterior.check_inputs(x)

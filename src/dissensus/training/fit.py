@@ -71,25 +71,21 @@ def fit(
 ) -> History:
     """Trains a posterior in place and returns the history of the run.
 
-    One optimiser trains all members; every member trains as it would alone, unless the method couples them. A network that
-    a method does not copy, as in `MAP(network)`, trains as in a loop by hand: tensor hooks of its parameters
-    (`register_hook`) change its gradients. Ensembles copy their networks, without these hooks. Afterwards
-    the posterior is in eval mode. With validation data it is in the state of its best epoch; sampling methods have a
-    stored draw.
+    One optimiser trains all members, each as it would train alone, unless the method couples them. Hooks on parameters
+    (`register_hook`) act where the network is not copied, as in `MAP(network)`. Afterwards the posterior is in eval mode, with
+    validation data in the state of its best epoch; sampling methods have a stored draw.
 
     Args:
         posterior: a method wrapped around a network or networks.
-        loader: any iterable of (x, y) or (x, y, weight), read once per epoch. x: a tensor, a tuple or a dict of tensors
-            (B, ...); y: targets (B, ...); weight: (B,) example weights. Or the data (x, y) or (x, y, weight) themselves,
-            tensors, arrays or DataFrames of N rows: batches of 32, shuffled every epoch.
+        loader: any iterable of (x, y) or (x, y, weight). x: a tensor, a tuple or a dict of tensors (B, ...); y: targets
+            (B, ...); weight: (B,) example weights. Or such data of N rows, or arrays or DataFrames: shuffled batches of 32.
         epochs: total number of passes over the loader, including those of a resumed checkpoint.
-        validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
-            state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
-            trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change the choice, and record the whole run.
+        validation: another loader, or data. The mixture's negative log-likelihood on it decides which epoch's state is kept.
+            TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a trajectory (SWAG,
+            SWA, snapshots) keep the last state. Watchers record the whole run.
         lr: learning rate of the weights in the default optimizer; None is the method's.
-        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
-            default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
-            batch.
+        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None is the method's default with
+            its schedule. Relative rates (`NodeBNN.of_trained`) are measured on the first batch.
         scheduler: a torch scheduler of that optimizer, stepped once per epoch.
         clip: largest gradient norm of each member; None does not clip.
         accumulate: batches per optimiser step; their gradients are averaged.
@@ -97,19 +93,15 @@ def fit(
         precision: "auto" is bf16 on GPUs that support it, else float32.
         engine: how members run: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
         device: device to train on; None is the GPU if there is one.
-        callback: called with each `Epoch`, or a list of such functions; a true return value of one stops training. Ready
-            ones: `dissensus.integrations.loggers`.
-        on_step: called with a `TrainingStep` after each optimiser step; one or a list. A GPU is waited for only if a value is
-            read.
+        callback: a function or a list of them (`integrations.loggers`), called with each `Epoch`; true stops training.
+        on_step: the same for each `TrainingStep` of the optimiser. A GPU is waited for only if a value is read.
         progress: whether to show progress, or a title to show with it.
-        checkpoint: a file, or with several processes a folder to which each writes its part, written after each epoch; if
-            it exists, training resumes from it, on any number of processes. At SIGTERM it is written after the current
-            step, and the process ends; the resumed run continues within that epoch.
+        checkpoint: a file, or for several processes a folder, written after each epoch, and at SIGTERM after the current step.
+            If it exists, training resumes from it, on any number of processes, also within an epoch.
         checkpoint_seconds: least time in seconds between two writes; the last epoch is always written.
-        ranks: "independent" makes every process of a distributed group train its own model; None trains one model with
-            all processes.
-        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses if there are several. All
-            processes must call `fit` with the same posterior and loader; `fit` divides the batches.
+        ranks: "independent" trains one model in each process of a group; None one model with all of them.
+        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses if there are several. All must
+            call `fit` with the same posterior and loader.
         draw: whether to store a draw at the end (`ds.refresh`).
         targets: "standardised" measures mean and standard deviation of a regression's targets, in an extra pass over the
             loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y.
@@ -157,7 +149,10 @@ def fit(
                     break
             store.end_run(history, choice.best)
         choice.restore_best()
-        history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
+        if draw:
+            start = time.perf_counter()
+            refresh(posterior, division.complete_loader(data))
+            history.drawing = time.perf_counter() - start
         posterior.eval()
         for remark in filter(None, (plan.remark_on_loss(history, epochs), posterior.extra_repr())):
             bar.note(remark)
@@ -315,13 +310,6 @@ def _functions(given: Any) -> list[Callable[[Any], object]]:
     return found
 
 
-def _store_draw(posterior: Posterior, loader: Loader) -> float:
-    """Draws and stores functions; returns the seconds it took."""
-    start = time.perf_counter()
-    refresh(posterior, loader)
-    return time.perf_counter() - start
-
-
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
         return available_device(device)
@@ -346,13 +334,7 @@ def _epoch_line(epoch: Epoch) -> str:
 
 
 def check_arguments(
-    epochs: int,
-    accumulate: int,
-    patience: int | None,
-    clip: float | None,
-    checkpoint_seconds: float,
-    ranks: str | None,
-    targets: str | None,
+    epochs: Any, accumulate: Any, patience: Any, clip: Any, checkpoint_seconds: Any, ranks: Any, targets: Any
 ) -> None:
     """Raises if one of `fit`'s numbers or words is none that it can use."""
     integer("epochs", epochs)

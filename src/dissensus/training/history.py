@@ -97,11 +97,9 @@ class History:
 
     def __repr__(self) -> str:
         kept = "" if self.best is None else f", kept epoch {self.best.epoch}"
-        scores = ""
-        if self.epochs:
-            last = self.epochs[-1]
-            scores = f", loss {last.loss:.4g}"
-            scores += "" if last.validation is None else f", validation {last.validation:.4g}"
+        scores = f", loss {self.epochs[-1].loss:.4g}" if self.epochs else ""
+        if self.epochs and (validation := self.epochs[-1].validation) is not None:
+            scores += f", validation {validation:.4g}"
         seconds = sum(epoch.seconds for epoch in self.epochs)
         return f"History({len(self)} epochs{scores}{kept}, {seconds:.1f} s, engine {self.engine})"
 

@@ -67,8 +67,8 @@ class Optimisation:
         first, before, last = (history[i].loss for i in (0, -2, -1))
         if before - last < max(0.05 * (first - last), 0.02 * abs(last)):
             return None
-        adam = self.is_default and isinstance(self.optimizer, AdamW)
-        higher = f"lr={3 * self.optimizer.param_groups[0]['initial_lr']:.2g}" if adam else "a higher rate"
+        rate = self.optimizer.param_groups[0].get("initial_lr") if isinstance(self.optimizer, AdamW) else None
+        higher = f"lr={3 * rate:.2g}" if self.is_default and rate else "a higher rate"
         fall = f"from {before:.4g} in epoch {epochs - 1} to {last:.4g} in epoch {epochs}"
         return f"the loss still falls, {fall}: try more epochs, or {higher}"
 

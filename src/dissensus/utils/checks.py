@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ParamSpec, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -100,6 +100,8 @@ def suggest_keywords(function: Callable[Arguments, Value]) -> Callable[Arguments
 class ListedAttributes:
     """Base class: the error about a missing attribute lists those there are, with the nearest one."""
 
+    attribute_hints: ClassVar[Mapping[str, str]] = {}  # what to use in place of some names
+
     if not TYPE_CHECKING:  # mypy finds unknown names itself
 
         def __getattr__(self, name: str) -> Any:
@@ -111,7 +113,7 @@ class ListedAttributes:
                 public = [each for each in dir(self) if each[0] != "_"]
                 ours = [each for each in public if not hasattr(nn.Module, each)]
                 metric = difflib.get_close_matches(name, vars(self).get("metrics", ()), n=1)
-                hint = f"use .metrics[{metric[0]!r}]" if metric else ""
+                hint = f"use .metrics[{metric[0]!r}]" if metric else self.attribute_hints.get(name, "")
                 what = f"an attribute of {type(self).__name__}, one"
                 raise AttributeError(unknown_name(what, name, public, ours, hint)) from None
 
@@ -126,10 +128,10 @@ def available_device(given: Any) -> torch.device:
 
 
 def pixel_warning(largest: float, trained: float) -> str | None:
-    """A warning about inputs that look like pixels by their largest value, if that of training was far less."""
-    if not (128 < largest <= 255 and 0 <= 20 * trained < largest):
+    """A warning about inputs that look like pixels by their largest value, if that of earlier ones was far less."""
+    if not (128 < largest <= 255 and 0 < 20 * trained < largest):
         return None
-    return f"inputs look like pixels from 0 to 255, but those of training reached {trained:.3g}: scale them alike (x / 255)"
+    return f"inputs look like pixels from 0 to 255, but earlier ones reached {trained:.3g}: scale them alike (x / 255)"
 
 
 def first_names(names: Iterable[Any], most: int = 8) -> str:
