@@ -28,7 +28,7 @@ class Predictive(ListedAttributes, ABC):
     kind: ClassVar[str] = "other"  # what is predicted: "classification", "multilabel", "regression" or "tokens"
     targets: Tensor | None = None
     ignore_index: int | None = None
-    attribute_hints: ClassVar = {"members": "use member_means or log_probs", "probs": "use mean"}
+    _attribute_hints: ClassVar = {"members": "use member_means or log_probs", "probs": "use mean"}
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from torch import Tensor
 from dissensus.engine.memory import Memory
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.arrays import as_dataframe
+from dissensus.utils.checks import ListedAttributes
 from dissensus.utils.progress import Progress
 
 
@@ -72,7 +73,7 @@ class TrainingStep:
 
 
 @dataclass(repr=False)
-class History:
+class History(ListedAttributes):
     """The result of `fit`: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
 
     Args:

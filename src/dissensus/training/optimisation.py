@@ -31,7 +31,7 @@ class Optimisation:
         epochs: int,
         resumes: bool,
     ) -> None:
-        self.is_default, self.posterior = optimizer is None, posterior
+        self.is_default, self.lr_given, self.posterior = optimizer is None, lr is not None, posterior
         if optimizer is None:
             optimizer = posterior.default_optimizer()
             usual = optimizer.param_groups[0]["lr"]
@@ -67,10 +67,9 @@ class Optimisation:
         first, before, last = (history[i].loss for i in (0, -2, -1))
         if before - last < max(0.05 * (first - last), 0.02 * abs(last)):
             return None
-        rate = self.optimizer.param_groups[0].get("initial_lr") if isinstance(self.optimizer, AdamW) else None
-        higher = f"lr={3 * rate:.2g}" if self.is_default and rate else "a higher rate"
-        fall = f"from {before:.4g} in epoch {epochs - 1} to {last:.4g} in epoch {epochs}"
-        return f"the loss still falls, {fall}: try more epochs, or {higher}"
+        usual = self.is_default and not self.lr_given and isinstance(self.optimizer, AdamW)
+        higher = f", or lr={3 * self.optimizer.param_groups[0]['initial_lr']:.2g}" if usual else ""
+        return f"the loss still falls, {before:.4g} in epoch {epochs - 1} and {last:.4g} in {epochs}: try more epochs{higher}"
 
     def end_epoch(self, epoch: Epoch) -> None:
         """Steps the schedule."""

@@ -16,6 +16,7 @@ from torch import nn
 
 Value = TypeVar("Value")
 Arguments = ParamSpec("Arguments")
+# Keywords of other libraries -> what to do instead.
 ELSEWHERE = {"batch_size": "set it in the loader", "metrics": "evaluate computes all: see evaluation.metrics"}
 
 
@@ -100,7 +101,7 @@ def suggest_keywords(function: Callable[Arguments, Value]) -> Callable[Arguments
 class ListedAttributes:
     """Base class: the error about a missing attribute lists those there are, with the nearest one."""
 
-    attribute_hints: ClassVar[Mapping[str, str]] = {}  # what to use in place of some names
+    _attribute_hints: ClassVar[Mapping[str, str]] = {}  # what to use in place of some names
 
     if not TYPE_CHECKING:  # mypy finds unknown names itself
 
@@ -108,12 +109,12 @@ class ListedAttributes:
             try:
                 return super().__getattr__(name)  # a module's tensors and submodules
             except AttributeError:
-                if name[0] == "_":  # private, which others look for
+                if name[0] == "_":  # which torch and copy look for
                     raise AttributeError(f"{type(self).__name__} has no attribute {name!r}") from None
                 public = [each for each in dir(self) if each[0] != "_"]
                 ours = [each for each in public if not hasattr(nn.Module, each)]
                 metric = difflib.get_close_matches(name, vars(self).get("metrics", ()), n=1)
-                hint = f"use .metrics[{metric[0]!r}]" if metric else self.attribute_hints.get(name, "")
+                hint = f"use .metrics[{metric[0]!r}]" if metric else self._attribute_hints.get(name, "")
                 what = f"an attribute of {type(self).__name__}, one"
                 raise AttributeError(unknown_name(what, name, public, ours, hint)) from None
 
