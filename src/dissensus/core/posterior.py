@@ -397,7 +397,8 @@ class KnownInputs:
         """Notes the largest value of training, or of the first inputs; warns if that of later ones looks like pixels."""
         if training or self.largest < 0:
             self.largest = max(self.largest, largest)
-        self.warn_once(pixel_warning(largest, self.largest))
+        elif largest > self.largest:
+            self.warn_once(pixel_warning(largest, self.largest))
 
     def warn_once(self, word: str | None) -> None:
         """Logs a warning, once."""

@@ -53,10 +53,9 @@ def evaluate(
 ) -> Evaluation:
     """Measures a posterior on test data: accuracy, likelihood, calibration, and on request OOD, shift, corruptions, attacks.
 
-    All numbers come from one draw of functions. Conformal sets and gates of the posterior are measured too: NAME/coverage and
-    NAME/size of sets (also by difficulty and for the worst class), NAME/risk and NAME/accepted of gates, each also under
-    corruption and on the other sets. If the posterior has `inputs`, all loaders give raw inputs; corruptions and attacks then
-    act on pixels in [0, 1].
+    All numbers come from one draw of functions. Conformal sets and gates are measured too, also under corruption and on other
+    sets: NAME/coverage and NAME/size (also by difficulty and of the worst class), NAME/risk and NAME/accepted. If the posterior
+    has `inputs`, all loaders give raw inputs; corruptions and attacks then act on pixels in [0, 1].
 
     Args:
         loader: test batches (x, y). Keep a fixed order to compare methods example by example. Of soft labels (B, C), nll and
@@ -70,8 +69,7 @@ def evaluate(
         score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic". Several labels have the first three, summed over labels.
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
-        precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
-            Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.
+        precision: "bf16" runs the networks in mixed precision, but attacks; it warns of promises fitted in float32.
         progress: whether to show progress, or its title.
 
     Returns:

@@ -155,8 +155,10 @@ class Checkpoints:
             check_tensors(state)
             epochs = [Epoch(**epoch) for epoch in state["history"]]
             shift = 1 - epochs[0].epoch if epochs else 0  # earlier versions counted from 0
-            for each in (*epochs, best := Best(**{key: state["best"][key] for key in ("score", "epoch", "state")})):
+            best = Best(**{key: state["best"][key] for key in ("score", "epoch", "state")})
+            for each in epochs:
                 each.epoch += shift
+            best.epoch += shift
             history = History(epochs, None if best.state is None else epochs[best.epoch - 1], state["engine"])
             part = None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]})
             resumed = RunSoFar(history, best, state["told"], part)

@@ -130,9 +130,7 @@ def fit(
         plan.set_rates(epochs - len(history))
         run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
-        if resumes:
-            where = f"at epoch {len(history) + 1}" if len(history) < epochs else "after the last epoch"
-            bar.note(f"resumed {where} of {epochs}")
+        bar.note(_resume_note(len(history), epochs) if resumes else "")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
             for index in choice.remaining_epochs(len(history) + 1):
                 epoch = run.train_epoch(index, bar, interruptions)
@@ -149,13 +147,9 @@ def fit(
                     break
             store.end_run(history, choice.best)
         choice.restore_best()
-        if draw:
-            start = time.perf_counter()
-            refresh(posterior, division.complete_loader(data))
-            history.drawing = time.perf_counter() - start
+        history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
         posterior.eval()
-        for remark in filter(None, (plan.remark_on_loss(history, epochs), posterior.extra_repr())):
-            bar.note(remark)
+        bar.note(plan.remark_on_loss(history, epochs), posterior.extra_repr())
         return history
 
 
@@ -308,6 +302,17 @@ def _functions(given: Any) -> list[Callable[[Any], object]]:
     if unfit := [each for each in found if not callable(each)]:
         raise TypeError(f"expected functions as callback and on_step, got {unfit[0]!r}; pass one or a list of them")
     return found
+
+
+def _store_draw(posterior: Posterior, loader: Loader) -> float:
+    """Draws and stores functions; returns the seconds it took."""
+    start = time.perf_counter()
+    refresh(posterior, loader)
+    return time.perf_counter() - start
+
+
+def _resume_note(done: int, epochs: int) -> str:
+    return f"resumed {f'at epoch {done + 1}' if done < epochs else 'after the last epoch'} of {epochs}"
 
 
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:

@@ -60,13 +60,13 @@ class Optimisation:
             wanted = f"a OneCycleLR of at least {needed} steps, one per epoch"  # torch would raise in mid-training
             raise ValueError(f"expected {wanted}, got {schedule.total_steps}; set total_steps")
 
-    def remark_on_loss(self, history: History, epochs: int) -> str | None:
-        """A remark if the last of all epochs brought 5 % or more of the whole fall of the loss, and 2 % of what is left."""
+    def remark_on_loss(self, history: History, epochs: int) -> str:
+        """A remark if the last of all epochs brought 5 % of the whole fall of the loss, and 2 % of what is left; else ""."""
         if len(history) < max(epochs, 3) or self.posterior.judged_by is None or history.best not in (None, history[-1]):
-            return None  # stopped early, or snapshots of a rate that goes up and down
+            return ""  # stopped early, or snapshots of a rate that goes up and down
         first, before, last = (history[i].loss for i in (0, -2, -1))
         if before - last < max(0.05 * (first - last), 0.02 * abs(last)):
-            return None
+            return ""
         usual = self.is_default and not self.lr_given and isinstance(self.optimizer, AdamW)
         higher = f", or lr={3 * self.optimizer.param_groups[0]['initial_lr']:.2g}" if usual else ""
         return f"the loss still falls, {before:.4g} in epoch {epochs - 1} and {last:.4g} in {epochs}: try more epochs{higher}"

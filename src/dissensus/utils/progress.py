@@ -83,12 +83,13 @@ class Progress:
         if self.lines and (due or self.rewrites):
             self._print_line(self.last)
 
-    def note(self, text: str) -> None:
-        """Prints a line that stays, or logs it where no progress is shown."""
-        if self.bar is None and not self.lines:
-            logging.getLogger("dissensus").info("%s", text)
-        else:
-            print(f"{self.title}  {text}", file=sys.stderr, flush=True)
+    def note(self, *texts: str) -> None:
+        """Prints each text, unless it is empty, as a line that stays, or logs it where no progress is shown."""
+        for text in filter(None, texts):
+            if self.bar is None and not self.lines:
+                logging.getLogger("dissensus").info("%s", text)
+            else:
+                print(f"{self.title}  {text}", file=sys.stderr, flush=True)
 
     def _print_line(self, text: str) -> None:
         line = f"{self.title}  {text}"
