@@ -137,10 +137,8 @@ def fit(
                 if epoch is None:
                     store.write(history, choice.best, run.part)
                     interruptions.terminate()
-                epoch.validation, epoch.look = choice.scores(index)
-                history.epochs.append(epoch)
+                choice.add_epoch(epoch, history)
                 plan.end_epoch(epoch)
-                choice.keep_best(epoch, history)
                 bar.end_epoch(index, _epoch_line(epoch))
                 store.end_epoch(history, choice.best)
                 if run.call_back(epoch):
@@ -148,8 +146,7 @@ def fit(
             store.end_run(history, choice.best)
         choice.restore_best()
         history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
-        posterior.eval()
-        bar.note(plan.remark_on_loss(history, epochs), posterior.extra_repr())
+        bar.note(plan.remark_on_loss(history, epochs), posterior.eval().extra_repr())
         return history
 
 

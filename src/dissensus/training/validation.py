@@ -44,8 +44,10 @@ class Validation:
         drawn = draw_for_validation(self.posterior, epoch, self.epochs, self.loader)
         return score, None if drawn is None else validation_nll(self.posterior, self.loader, drawn, self.division)
 
-    def keep_best(self, epoch: Epoch, history: History) -> None:
-        """Keeps the present state if this epoch is the best so far."""
+    def add_epoch(self, epoch: Epoch, history: History) -> None:
+        """Scores an epoch, adds it to the history, and keeps the present state if it is the best so far."""
+        epoch.validation, epoch.look = self.scores(epoch.epoch)
+        history.epochs.append(epoch)
         score = epoch.selection_score
         if score is not None and score < self.best.score and can_keep_epoch(self.posterior, epoch.epoch, self.epochs):
             own = [(k, v) for k, v in self.posterior.state_dict().items() if not k.startswith("watchers.")]
