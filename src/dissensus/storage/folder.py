@@ -300,10 +300,8 @@ def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 
 def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
-    """The config entries of inputs, their scale in training, and classes: the arguments, else the posterior's own."""
+    """The config entries of inputs and classes: the arguments, else the posterior's own."""
     found: dict[str, Any] = {}
-    if posterior._known.largest >= 0:
-        found["largest_input"] = posterior._known.largest
     if (given := posterior.inputs if inputs is None else inputs) is not None:
         transform = as_input_transform(given)
         found["inputs"] = {"kind": transform.kind, "arguments": transform.config()}
@@ -313,8 +311,7 @@ def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str
 
 
 def restore_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
-    """Restores the saved inputs, their scale and classes."""
-    posterior._known.largest = float(config.get("largest_input", "-inf"))
+    """Restores the saved inputs and classes."""
     if (saved := config.get("inputs")) is not None:
         kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
         posterior.inputs = kind(**saved["arguments"])
