@@ -143,7 +143,7 @@ def trained(
                 loss.backward()
                 optimizer.step()
         loop_times.append((clock() - start) / loop_steps)
-        return epoch is not None and epoch.epoch + 1 >= options.epochs
+        return epoch is not None and epoch.epoch >= options.epochs
 
     loop_chunk()
     loop_times.clear()

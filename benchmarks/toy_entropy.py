@@ -141,7 +141,7 @@ def train(case: Case, seed: int, steps: int, out: Path, until: float) -> tuple[s
         origin = made_on(run.device)
 
         def after(epoch: Epoch) -> bool:
-            now = (epoch.epoch + 1) * STEPS_PER_EPOCH
+            now = epoch.epoch * STEPS_PER_EPOCH
             if now in LOOKS or now == steps:
                 row = {
                     **about,

@@ -564,7 +564,7 @@ def test_a_run_that_was_stopped_goes_on_in_another_object_bit_for_bit(build, tmp
         return tiny.state(posterior)
 
     whole = run(1)
-    run(1, checkpoint=file, callback=lambda epoch: epoch.epoch == 0, draw=False)
+    run(1, checkpoint=file, callback=lambda epoch: epoch.epoch == 1, draw=False)
     resumed = run(2, checkpoint=file)  # its random numbers are those of the checkpoint
     assert tiny.largest_difference(whole, resumed) == 0
 

@@ -17,6 +17,7 @@ from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.weights import Recorder
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
+from dissensus.utils.checks import unknown_name
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def __getattr__(name: str) -> Any:
     if name in (*_ROOMS, "bench"):  # the bench stands above everything, so nothing here imports it
         return import_module(f"dissensus.{name}")
     if name not in __all__:
-        raise AttributeError(f"module 'dissensus' has no attribute {name!r}")
+        raise AttributeError(unknown_name("a name in dissensus, one", name, [*_ROOMS, *__all__]))
     value = globals()[name] = getattr(import_module(f"dissensus.{_HOMES.get(name, 'methods')}"), name)
     return value
 

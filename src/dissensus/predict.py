@@ -18,11 +18,12 @@ from dissensus.core.predictive import Predictive, RunningSummary, SummaryPredict
 from dissensus.engine.memory import format_bytes
 from dissensus.engine.prediction_loop import PredictionPrecision, predict_loader
 from dissensus.utils.arrays import tensor_of
-from dissensus.utils.checks import integer, number
+from dissensus.utils.checks import integer, number, suggest_keywords
 
 log = logging.getLogger("dissensus")
 
 
+@suggest_keywords
 def predict(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Predictive:
@@ -46,6 +47,7 @@ def predict(
     return _predict_all(posterior, loader, precision=precision, compiled=compiled, keep_members=True)
 
 
+@suggest_keywords
 def summarise(
     posterior: Posterior | str | os.PathLike[str],
     loader: Iterable[Any],

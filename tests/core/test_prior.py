@@ -11,7 +11,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.prior import make_prior, norm_parameters
+from dissensus.core.prior import make_prior
+from dissensus.utils.batch_norm_names import norm_parameters
 from refusals import refuses
 
 
@@ -212,7 +213,7 @@ def test_what_is_no_prior_is_a_clear_error():
     refuses(lambda: ds.GaussianPrior(0), "expected std above 0, got 0")
     rows = ds.MAP(network.double(), prior=lambda params: params["0.bias"], data_size=12)
     refuses(lambda: rows.backward(*tiny.points()), r"expected log_prob as one number, got shape \(6,\); sum it")
-    with pytest.raises(TypeError, match="expected a keyword of SWAG, got 'weight_prior'; see help"):
+    with pytest.raises(TypeError, match=r"a keyword of SWAG, one .*'weight_prior'; did you mean 'weight_prior_std'"):
         ds.SWAG(network, weight_prior=1.0, data_size=12)
     refuses(lambda: ds.WeightRDE([tiny.mlp() for _ in range(2)]), "expected data_size, got none")
 

@@ -232,7 +232,7 @@ def test_constants_that_a_forward_makes_do_not_prevent_a_capture(engine: str) ->
 
 def test_a_constant_that_a_callback_changes_is_not_frozen(caplog: pytest.LogCaptureFixture) -> None:
     def change(posterior: ds.Posterior, epoch: ds.Epoch) -> None:
-        posterior.particles.template.network.scale = 1.0 + epoch.epoch
+        posterior.particles.template.network.scale = float(epoch.epoch)
 
     expected, _ = made("loop", callback=change)
     with caplog.at_level(logging.INFO, logger="dissensus"):
@@ -374,7 +374,7 @@ def test_captured_chains_have_the_noise_of_plain_ones_and_go_on_after_a_checkpoi
     for name, rows in plain.sample(4).items():
         torch.testing.assert_close(captured.sample(4)[name], rows, rtol=0, atol=1e-8)
     whole = run("loop+captured")
-    run("loop+captured", checkpoint=tmp_path / "run.pt", callback=lambda epoch: epoch.epoch == 2)
+    run("loop+captured", checkpoint=tmp_path / "run.pt", callback=lambda epoch: epoch.epoch == 3)
     resumed = run("loop+captured", checkpoint=tmp_path / "run.pt")
     assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
 

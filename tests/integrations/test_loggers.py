@@ -94,9 +94,9 @@ def batches32():
 
 def test_every_callback_is_called_and_one_of_them_stops():
     seen = []
-    stops = [lambda epoch: seen.append(epoch.epoch), lambda epoch: epoch.epoch == 1, lambda epoch: seen.append("last")]
+    stops = [lambda epoch: seen.append(epoch.epoch), lambda epoch: epoch.epoch == 2, lambda epoch: seen.append("last")]
     assert len(train(epochs=5, callback=stops)) == 2
-    assert seen == [0, "last", 1, "last"]
+    assert seen == [1, "last", 2, "last"]
     assert len(train(epochs=2, callback=[])) == 2
     for wrong in ({"callback": 3}, {"callback": [seen.append, 3]}, {"on_step": 3}):
         refuses(lambda wrong=wrong: train(**wrong), "expected functions as callback and on_step, got 3", TypeError)
@@ -124,8 +124,8 @@ def test_a_csv_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(kind, check
                 train(epochs=4, **checkpoint, **calls)
         return read(logger.path)
 
-    whole, resumed = run("whole", [None]), run("resumed", [1, None])
-    assert [row[kind] for row in resumed] == list(range(4) if kind == "epoch" else range(1, 13))
+    whole, resumed = run("whole", [None]), run("resumed", [2, None])
+    assert [row[kind] for row in resumed] == list(range(1, 5 if kind == "epoch" else 13))
     for name in {*whole[0]} - {"seconds"}:
         assert [row[name] for row in resumed] == [row[name] for row in whole]
     with (tmp_path / "resumed" / f"{kind}s.csv").open("a") as file:
@@ -156,9 +156,9 @@ def test_tensorboard_mlflow_and_wandb_get_the_numbers_of_the_history(monkeypatch
     assert [call[3] for call in writer.calls if call[1:2] == ("step/loss",)] == [1, 2, 3, 4, 5, 6]
     assert ("flush",) in writer.calls
     metrics = [{f"epoch/{name}": row[name] for name in NAMES} for row in rows]
-    assert mlflow.calls == [("log_metrics", each, number) for number, each in enumerate(metrics)]
+    assert mlflow.calls == [("log_metrics", each, number) for number, each in enumerate(metrics, 1)]
     assert run.calls[:2] == [("define_metric", "epoch/*", "epoch"), ("define_metric", "step/*", "step")]
-    assert run.calls[2:] == [("log", {"epoch": number, **each}) for number, each in enumerate(metrics)]
+    assert run.calls[2:] == [("log", {"epoch": number, **each}) for number, each in enumerate(metrics, 1)]
 
 
 def test_tensorboard_writes_to_a_folder(tmp_path):
@@ -178,7 +178,7 @@ def test_optuna_gets_validation_scores_and_ends_a_trial(monkeypatch):
         report=lambda value, step: reported.append((step, value)), should_prune=lambda: len(reported) == 2
     )
     epochs, posterior = [], tiny.ensemble(tiny.mlp)
-    with pytest.raises(TrialPruned, match="pruned after epoch 1"):
+    with pytest.raises(TrialPruned, match="pruned after epoch 2"):
         train(posterior, epochs=5, callback=[epochs.append, loggers.Optuna(trial)])
     assert reported == [(epoch.epoch, epoch.validation) for epoch in epochs]
     assert not posterior.training

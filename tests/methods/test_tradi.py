@@ -522,7 +522,7 @@ def started(**keywords) -> TRADI:
 
 def looked_at(epochs: int, posterior: TRADI | None = None) -> list[int]:
     posterior = posterior or started()
-    return [epoch for epoch in range(epochs) if can_keep_epoch(posterior, epoch, epochs)]
+    return [epoch for epoch in range(1, epochs + 1) if can_keep_epoch(posterior, epoch, epochs)]
 
 
 def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: bool = True, **keywords):
@@ -537,10 +537,10 @@ def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: b
 def test_at_most_ten_looks_are_spread_over_the_last_quarter_and_the_last_epoch_is_one():
     one = started()
     found = {epochs: looked_at(epochs, one) for epochs in range(1, 200)}
-    assert (found[1], found[2]) == ([0], [1])
-    assert found[30] == list(range(22, 30))
-    assert found[100] == list(range(81, 100, 2))
-    assert all(len(each) <= 10 and each[-1] == epochs - 1 for epochs, each in found.items())
+    assert (found[1], found[2]) == ([1], [2])
+    assert found[30] == list(range(23, 31))
+    assert found[100] == list(range(82, 101, 2))
+    assert all(len(each) <= 10 and each[-1] == epochs for epochs, each in found.items())
     assert looked_at(30, TRADI(network().double())) == []  # which has observed nothing
 
 
@@ -558,18 +558,18 @@ def test_the_filters_of_the_best_look_are_kept_and_validation_is_of_the_network_
     assert [epoch.validation for epoch in history.epochs] == pytest.approx(losses, rel=1e-12)
     assert posterior.current().members == 1
     looked = {epoch.epoch: epoch.look for epoch in history.epochs if epoch.look is not None}
-    assert list(looked) == looked_at(16) == [12, 13, 14, 15]
+    assert list(looked) == looked_at(16) == [13, 14, 15, 16]
     best = min(looked, key=looked.get)
-    assert history.best == best != 15  # so that keeping the last one would be noticed
+    assert history.best.epoch == best != 16  # so that keeping the last one would be noticed
     assert best != min(history.epochs, key=lambda epoch: epoch.validation).epoch
     kept = tiny.state(posterior)
-    for name, tensor in seen[best].items():
+    for name, tensor in seen[best - 1].items():
         if name != "stored":
             assert torch.equal(kept[name], tensor), name
-    assert int(posterior.filters.observed) == 2 * (best + 1)
-    assert posterior.filters._gains(2 * (best + 1) + 1) == TRADI(
-        network().double(), state_noise=(1.0, 0.5)
-    ).filters._gains(2 * (best + 1) + 1)
+    assert int(posterior.filters.observed) == 2 * best
+    assert posterior.filters._gains(2 * best + 1) == TRADI(network().double(), state_noise=(1.0, 0.5)).filters._gains(
+        2 * best + 1
+    )
 
 
 def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_inputs():
@@ -577,7 +577,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     posterior = TRADI(network().double(), samples=5, state_noise=(1.0, 0.5))
     fitted(posterior, validate=False)
     rows = [tiny.points(15, seed=1), tiny.points(10, seed=2)]
-    drawn = draw_for_validation(posterior, 3, 4, rows)
+    drawn = draw_for_validation(posterior, 4, 4, rows)
     members = [drawn.member(i) for i in range(5)]
     for member in members:
         assert not torch.equal(member[0].weight, posterior.network[0].weight)
@@ -588,7 +588,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     mean = torch.stack([member(x).softmax(1) for member in members]).mean(0)
     nll = -mean[torch.arange(25), y].log().mean().detach()
     assert validation_nll(posterior, rows, drawn) == pytest.approx(float(nll), rel=1e-12)
-    assert draw_for_validation(posterior, 2, 4, rows) is None  # not an epoch to look at
+    assert draw_for_validation(posterior, 3, 4, rows) is None  # not an epoch to look at
     assert posterior.training is posterior.network.training is False
 
 
@@ -610,10 +610,10 @@ def test_a_stopped_run_goes_on_with_its_best_look(tmp_path):
         return history, posterior
 
     whole, expected = run()
-    run(stop=13)
+    run(stop=14)
     history, posterior = run(stop=99)
     assert [epoch.look for epoch in history.epochs] == [epoch.look for epoch in whole.epochs]
-    assert history.best == whole.best
+    assert history.best.epoch == whole.best.epoch
     assert tiny.largest_difference(posterior.filters.variance, expected.filters.variance) == 0
 
 
@@ -621,8 +621,8 @@ def test_patience_waits_for_a_look():
     torch.manual_seed(0)
     posterior = TRADI(network().double(), state_noise=(1.0, 0.5))
     history = fitted(posterior, epochs=40, rate=0.3, patience=1)
-    assert len(history) - 1 in looked_at(40)
-    assert history[-1].look > history[history.best].look
+    assert len(history) in looked_at(40)
+    assert history[-1].look > history.best.look
 
 
 def test_the_rate_does_not_die_before_sampling():
@@ -655,4 +655,4 @@ def test_methods_without_looks_are_judged_as_ever():
     posterior = ds.MAP(network().double())
     history = fitted(posterior)
     assert all(epoch.look is None for epoch in history.epochs)
-    assert history.best == min(history.epochs, key=lambda epoch: epoch.validation).epoch
+    assert history.best is min(history.epochs, key=lambda epoch: epoch.validation)

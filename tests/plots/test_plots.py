@@ -171,8 +171,8 @@ def test_a_history_is_one_line_of_text_and_draws_losses_validation_and_what_was_
     _, validation = line_of(figure, "validation NLL of the mixture")
     assert validation.tolist() == [epoch.validation for epoch in history.epochs]
     assert figure._repr_png_().startswith(b"\x89PNG")
-    at, kept = line_of(figure, f"kept: epoch {history.best + 1}")
-    assert (at[0], kept[0]) == (history.best + 1, history[history.best].validation)
+    at, kept = line_of(figure, f"kept: epoch {history.best.epoch}")
+    assert (at[0], kept[0]) == (history.best.epoch, history.best.validation)
     assert f"<td>{history[-1].loss:.4f}</td>" in history._repr_html_()
 
 

@@ -42,7 +42,7 @@ def test_the_best_state_by_validation_is_kept():
     scores = [epoch.validation for epoch in history.epochs]
     best = min(range(8), key=scores.__getitem__)
     assert 0 < best < 7, "choose data where the best epoch is neither the first nor the last"
-    assert history.best == best
+    assert history.best is history[best]
     assert tiny.largest_difference(tiny.state(posterior), states[best]) == 0
     assert validation_nll(posterior, validation) == scores[best]
     assert int(posterior.steps) == 3 * (best + 1)
@@ -100,7 +100,7 @@ def test_history_tells_of_every_epoch():
         assert epoch.loss == pytest.approx(float(expected.mean()), abs=1e-12)
         assert (epoch.lr, epoch.validation) == (0.1, None)
         assert epoch.seconds > 0
-    assert [e.epoch for e in history.epochs] == [0, 1]
+    assert [e.epoch for e in history.epochs] == [1, 2]
     assert not posterior.training
 
 
@@ -109,14 +109,14 @@ def test_patience_stops_training():
     optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
     history = ds.fit(posterior, data(), epochs=50, validation=validation, patience=3, optimizer=optimizer, **QUIET)
     assert len(history) < 50
-    assert len(history) == history.best + 1 + 3
+    assert len(history) == history.best.epoch + 3
     scores = [epoch.validation for epoch in history.epochs]
-    assert min(scores[history.best + 1 :]) >= scores[history.best]
+    assert min(scores[history.best.epoch :]) >= history.best.validation
 
 
 def test_a_callback_that_returns_true_stops_training():
     posterior = ds.MAP(tiny.mlp().double())
-    history = ds.fit(posterior, data(), epochs=50, callback=lambda epoch: epoch.epoch == 3, **QUIET)
+    history = ds.fit(posterior, data(), epochs=50, callback=lambda epoch: epoch.epoch == 4, **QUIET)
     assert len(history) == 4
     assert int(posterior.steps) == 12
 
@@ -209,12 +209,12 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(make, schedule, tmp_
     whole, history = run(make, schedule)
     stream = torch.get_rng_state()
     checkpoint = tmp_path / "deep" / "checkpoint.pt"
-    for stop_after in (0, 3):
+    for stop_after in (1, 4):
         with pytest.raises(Interrupted):
             run(make, schedule, checkpoint, stop_after=stop_after)
     resumed, again = run(make, schedule, checkpoint)
     assert torch.equal(torch.get_rng_state(), stream)
-    assert again.best == history.best
+    assert again.best.epoch == history.best.epoch
     for a, b in zip(history.epochs, again.epochs, strict=True):
         assert (a.epoch, a.loss, a.members, a.lr, a.validation) == (b.epoch, b.loss, b.members, b.lr, b.validation)
     assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
@@ -522,7 +522,7 @@ def test_a_posterior_is_kept_only_from_when_there_is_something_to_draw():
     optimizer = SGD(posterior.parameters(), lr=3.0)
     history = ds.fit(posterior, data(), epochs=6, validation=noisy_validation(), optimizer=optimizer, **QUIET)
     assert history.best is not None
-    assert history.best >= 3
+    assert history.best.epoch >= 4
 
 
 def test_checkpoints_are_as_far_apart_as_asked_and_the_last_state_is_always_kept(tmp_path: Path) -> None:
@@ -544,7 +544,7 @@ def test_a_run_that_is_stopped_early_keeps_its_last_state_and_how_it_ran(tmp_pat
     settings = {"checkpoint": path, "checkpoint_seconds": 1e6, **QUIET}
     torch.manual_seed(0)
     posterior = ds.MAP(ds.nets.MLP(4, 3, hidden=(4,))).double()
-    stopped = ds.fit(posterior, data(), epochs=5, callback=lambda epoch: epoch.epoch == 2, **settings)
+    stopped = ds.fit(posterior, data(), epochs=5, callback=lambda epoch: epoch.epoch == 3, **settings)
     assert len(torch.load(path)["history"]) == 3
     again = ds.fit(posterior, data(), epochs=3, **settings)
     assert (len(again), again.engine) == (3, stopped.engine)
@@ -608,4 +608,4 @@ def test_validation_is_finite_where_a_class_is_ruled_out_at_examples_that_do_not
     history = ds.fit(posterior, [(x, labels)], epochs=2, validation=[(x, labels)], **QUIET)
     kept = labels != 255
     expected = -posterior.predict(x[kept]).log_prob(labels[kept]).mean()
-    assert history[history.best].validation == pytest.approx(float(expected), rel=1e-12)
+    assert history.best.validation == pytest.approx(float(expected), rel=1e-12)

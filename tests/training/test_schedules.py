@@ -65,7 +65,7 @@ def test_a_resumed_second_run_is_annealed_as_if_it_had_not_been_interrupted(tmp_
     expected = weights(whole)
     weights(stopped)
     settings = {"epochs": 4, "progress": False, "checkpoint": tmp_path / "c.pt"}
-    ds.fit(stopped, batches(), callback=lambda epoch: epoch.epoch == 1, **settings)
+    ds.fit(stopped, batches(), callback=lambda epoch: epoch.epoch == 2, **settings)
     assert weights(resumed, checkpoint=tmp_path / "c.pt") == pytest.approx(expected[2:])
     assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
 
@@ -141,7 +141,7 @@ def test_measuring_changes_no_batch_and_no_random_number():
 def test_a_resumed_run_keeps_its_rate_and_says_nothing_of_another(tmp_path, caplog):
     whole, begun, resumed = made(), made(), made()
     fitted(whole)
-    fitted(begun, checkpoint=tmp_path / "run.pt", callback=lambda epoch: epoch.epoch == 0)
+    fitted(begun, checkpoint=tmp_path / "run.pt", callback=lambda epoch: epoch.epoch == 1)
     with caplog.at_level(logging.WARNING, logger="dissensus"):
         history = fitted(resumed, checkpoint=tmp_path / "run.pt")
     assert not caplog.records

@@ -127,5 +127,7 @@ def test_a_file_with_former_names_loads(method, former, now, tmp_path):
 @pytest.mark.parametrize(("method", "former", "now"), ROWS)
 def test_a_former_keyword_is_an_error_that_names_the_new_one(method, former, now):
     for (old, value), new in zip(former.items(), now, strict=True):
-        with pytest.raises(TypeError, match=f"expected a keyword of {method.__name__}, got '{old}'; pass {new}="):
+        with pytest.raises(
+            TypeError, match=f"expected a keyword of {method.__name__}, one of .*, got '{old}'; pass {new}="
+        ):
             method(ds.nets.MLP(2, 3, hidden=(4,)), **{old: value}, **NEEDED.get(method, {}))

@@ -24,7 +24,7 @@ def test_a_long_epoch_says_where_it_is(capsys, clock):
     with progress.Progress(2, 9, title="map", show=True) as bar:
         for _ in range(9):
             bar.step()
-        bar.end_epoch(0, "loss 1")
+        bar.end_epoch(1, "loss 1")
         bar.step()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
@@ -39,7 +39,7 @@ def test_a_terminal_without_rich_has_lines(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "rich", None)
     with progress.Progress(30, 1, title="map", show=True) as bar:
-        for number in range(30):
+        for number in range(1, 31):
             bar.step()
             bar.end_epoch(number, "loss 1")
     assert capsys.readouterr().err.splitlines() == ["map  epoch 1/30  loss 1", "map  epoch 30/30  loss 1"]

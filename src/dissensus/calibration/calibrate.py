@@ -22,7 +22,7 @@ from dissensus.engine.prediction_loop import predict_loader
 from dissensus.likelihoods.tokens import Tokens, token_rows
 from dissensus.metrics.classification import confidence_bin, confidence_ece
 from dissensus.numerics.isotonic import isotonic_knots, pad_knots
-from dissensus.utils.checks import one_of
+from dissensus.utils.checks import one_of, suggest_keywords
 
 log = logging.getLogger("dissensus")
 
@@ -42,6 +42,7 @@ class Calibrated(NamedTuple):
     ece_before: float | None
 
 
+@suggest_keywords
 def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMethod = "temperature") -> Calibrated:
     """Fits a calibration to held-out rows and stores it with the posterior; all later predictions are calibrated.
 

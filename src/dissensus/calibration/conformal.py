@@ -36,13 +36,14 @@ from dissensus.core.posterior import Posterior, expect_posterior, inference_cont
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
 from dissensus.engine.prediction_loop import predict_loader
 from dissensus.numerics.randomness import RandomnessDetector
-from dissensus.utils.checks import fraction, integer, number, one_of
+from dissensus.utils.checks import fraction, integer, number, one_of, suggest_keywords
 
 log = logging.getLogger("dissensus")
 
 ConformalScore = Literal["lac", "aps", "raps", "disagreement", "cqr", "residual"]
 
 
+@suggest_keywords
 def conformal(
     posterior: Posterior,
     loader: Iterable[Any],

@@ -24,8 +24,8 @@ class Batch(NamedTuple):
     weight: Tensor | None = None
 
     @classmethod
-    def from_tuple(cls, given: Any, *, anywhere: bool = False) -> "Batch":
-        """A batch from what a loader yields, with types, weights and inputs (`check_finite`) checked."""
+    def from_tuple(cls, given: Any, *, anywhere: bool = False, look: Callable[[float], object] = float) -> "Batch":
+        """A batch from what a loader yields, checked; `look` is called with the largest input (`check_finite`)."""
         if isinstance(given, cls):  # checked when it was made
             return given
         given = split_labels(given, required=True)
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
         check_weight(weight)
-        check_finite(x, anywhere=anywhere)
+        look(check_finite(x, anywhere=anywhere))
         unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
         return batch._replace(y=y.long()) if unsigned else batch
 
@@ -87,12 +87,16 @@ def drop_labels(network: nn.Module, x: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_input_names(network: nn.Module, x: Inputs) -> None:
-    """Raises if a dict of inputs has an entry that the network's forward does not take."""
-    if not isinstance(x, Mapping):
+    """Raises if a tuple or dict of inputs has an entry that the network's forward does not take."""
+    if isinstance(x, Tensor):
         return
     parameters = inspect.signature(network.forward).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if extra := [repr(name) for name in x if name not in parameters and not takes_all]:
+    kinds = [each.kind.name for each in parameters.values()]
+    if not isinstance(x, Mapping):
+        if len(x) > (most := sum("POSITIONAL_" in kind for kind in kinds)) and "VAR_POSITIONAL" not in kinds:
+            got = f"{len(x)} tensors, but {type(network).__name__}.forward takes {most}"
+            raise ValueError(f"expected one batch of inputs, got {got}; stack a list of examples, torch.stack(x)")
+    elif extra := [repr(name) for name in x if name not in parameters and "VAR_KEYWORD" not in kinds]:
         got = f"{', '.join(extra)}, which {type(network).__name__}.forward does not take"
         raise ValueError(f"expected inputs that the network takes, got {got}; rename or remove them")
 
@@ -237,15 +241,18 @@ class SmallBatchGuard:  # not a generator, which takes three times as long
             raise ValueError(f"expected at least two examples per batch for batch norm, got {got}") from error
 
 
-def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
-    """Raises if x has no tensor, or one, on the host or `anywhere`, with NaN or +∞; masks use −∞, which is allowed."""
+def check_finite(x: Inputs, *, anywhere: bool = False) -> float:
+    """The largest value; raises if x has no tensor, or one, on the host or `anywhere`, with NaN or +∞ (masks use −∞)."""
+    largest = -math.inf
     for tensor in _batched_tensors(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
             continue
-        if not tensor.max().item() < math.inf:  # NaN is the largest where there is one
+        if not (most := tensor.max().item()) < math.inf:  # NaN is the largest where there is one
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
             row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
             raise ValueError(f"expected finite inputs, got NaN or infinity{row}; clean them (−inf is fine, for masks)")
+        largest = max(largest, most)
+    return largest
 
 
 def check_weight(weight: Tensor | None) -> None:

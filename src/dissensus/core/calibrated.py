@@ -20,7 +20,7 @@ from dissensus.core.description import describe_likelihood, differences
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
 from dissensus.numerics.hashing import fingerprint
-from dissensus.utils.checks import one_of
+from dissensus.utils.checks import ListedAttributes, one_of
 from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.tensor_tree import SubmoduleCache
 
@@ -114,7 +114,7 @@ class Guarantee(FittedModule, ABC):
         return self._owner[0]
 
 
-class CalibratedModule(nn.Module):
+class CalibratedModule(ListedAttributes, nn.Module):
     """Base class of posteriors: holds their temperature, calibration (which acts after the temperature) and promises."""
 
     temperature: Tensor  # () logits are divided by it; saved with the state

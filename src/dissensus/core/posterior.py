@@ -12,6 +12,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
@@ -31,11 +32,13 @@ from dissensus.core.predictive import Predictive, as_column
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state
+from dissensus.utils.checks import pixel_warning
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
 log = logging.getLogger("dissensus")
+RAW_OUTPUTS = "posterior(x) gives every member's raw outputs: use posterior.predict(x), or for them posterior.draw()(x)"
 
 
 class Posterior(TrainableModule, ABC):
@@ -76,8 +79,7 @@ class Posterior(TrainableModule, ABC):
         self.classes: tuple[str, ...] | None = None
         self.base: tuple[Posterior] | None = None  # the posterior that this one watches; a tuple, so it is no submodule
         self._known = KnownInputs()
-        # Whether learned noise was checked before a step, and before a prediction.
-        self._started = self._predicted = False
+        self._started = self._predicted = False  # whether learned noise was checked before a step, and a prediction
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         """(loss (), z, buffers afterwards) of one member: a pure function. z is the quantity in which members interact.
@@ -166,6 +168,7 @@ class Posterior(TrainableModule, ABC):
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' raw outputs, not calibrated; see `predictor` for calibrated ones."""
+        self._known.warn_once(None if self.training or torch.compiler.is_compiling() else RAW_OUTPUTS)
         batches.count_examples(x := self.transform_inputs(x))  # raises if x has no tensor
         outputs: Tensor = self.draw()(x)
         return outputs
@@ -187,7 +190,7 @@ class Posterior(TrainableModule, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.check_finite(x := self.transform_inputs(x), anywhere=True)
+        self._known.look(batches.check_finite(x := self.transform_inputs(x), anywhere=True))
         x = batches.move_to_device(x, self.device)
         with inference_context(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
@@ -198,10 +201,10 @@ class Posterior(TrainableModule, ABC):
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         frozen = sum(parameter.numel() for parameter in self.parameters()) - trained
         network = type(self.particles.template.network).__name__
+        more = f", {more}" if (more := self.extra_repr()) else ""
         return (
             f"{type(self).__name__}({network}, members={self.particles.members}, parameters={trained:,}"
-            f"{f' + {frozen:,} frozen' if frozen else ''}, "
-            f"likelihood={type(self.likelihood).__name__})"
+            f"{f' + {frozen:,} frozen' if frozen else ''}, likelihood={type(self.likelihood).__name__}{more})"
         )
 
     @final
@@ -246,7 +249,8 @@ class Posterior(TrainableModule, ABC):
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
             given = (self.transform_inputs(given[0]), *given[1:])
-        x, y, weight = batch = Batch.from_tuple(given, anywhere=anywhere)
+        look = partial(self._known.look, training=self.training)
+        x, y, weight = batch = Batch.from_tuple(given, anywhere=anywhere, look=look)
         if isinstance(self.likelihood, RealTargets) and y.ndim == 1 and y.is_floating_point():
             return Batch(x, as_column(y, self.likelihood.mean_shape(self.output_shape(x))), weight)
         return batch
@@ -370,7 +374,8 @@ class KnownInputs:
     def __init__(self) -> None:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # shapes of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
-        self.doubted = False  # whether a warning about the outputs was logged
+        self.largest = float("-inf")  # value of inputs
+        self.warnings = set[str]()  # that were logged
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network."""
@@ -379,11 +384,18 @@ class KnownInputs:
             self.shapes[key] = batched_outputs(run, x).shape[1:]
         return torch.Size((batches.count_examples(x), *self.shapes[key]))
 
+    def look(self, largest: float, training: bool = False) -> None:
+        """Notes the largest value of training, or of the first inputs; warns if that of later ones looks like pixels."""
+        if training or self.largest < 0:
+            self.largest = max(self.largest, largest)
+        elif largest > self.largest:
+            self.warn_once(pixel_warning(largest, self.largest))
+
     def warn_once(self, word: str | None) -> None:
-        """Logs a warning about the outputs, once."""
-        if word is not None and not self.doubted:
+        """Logs a warning, once."""
+        if word is not None and word not in self.warnings:
             log.warning("%s", word)
-            self.doubted = True
+            self.warnings.add(word)
 
     def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
         """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""

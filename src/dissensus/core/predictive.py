@@ -6,17 +6,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from dissensus.utils.arrays import tensor_of
-from dissensus.utils.checks import fraction, integer, number
+from dissensus.utils.checks import ListedAttributes, fraction, integer, number
 from dissensus.utils.example_table import html_table, predictive_frame
 
 
-class Predictive(ABC):
+class Predictive(ListedAttributes, ABC):
     """A posterior's prediction for B inputs, with its uncertainty; always `total = aleatoric + epistemic`.
 
     `len(predictive)` is B, `predictive[i]` is the prediction for some inputs, `Predictive.cat` joins batches. Base class
@@ -28,6 +28,7 @@ class Predictive(ABC):
     kind: ClassVar[str] = "other"  # what is predicted: "classification", "multilabel", "regression" or "tokens"
     targets: Tensor | None = None
     ignore_index: int | None = None
+    _attribute_hints: ClassVar = {"members": "use member_means or log_probs", "probs": "use mean"}
 
     @property
     @abstractmethod
@@ -43,12 +44,6 @@ class Predictive(ABC):
     def log_probs(self) -> Tensor:
         """(M, B, C, ...) each member's log-probabilities."""
         raise TypeError("expected a classification for log_probs, got a regression; use .member_means")
-
-    @property
-    def members(self) -> NoReturn:
-        raise AttributeError(
-            "expected member_means (probabilities) or log_probs (logarithms), got members; use one of them"
-        )
 
     @property
     @abstractmethod

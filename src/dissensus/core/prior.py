@@ -9,10 +9,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dissensus.utils.checks import integer, number
+from dissensus.utils.batch_norm_names import norm_parameters
+from dissensus.utils.checks import integer, number, suggest_keywords
 from dissensus.utils.tensor_tree import Tensors
-
-NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
 
 
 class Prior(nn.Module, ABC):
@@ -136,6 +135,7 @@ def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
     return inspect.Signature([*known, *spelled])
 
 
+@suggest_keywords
 def make_prior(
     prior: Any = None, weight_prior_std: float | Mapping[str, float] | None = None, data_size: int | None = None
 ) -> Prior | None:
@@ -165,13 +165,3 @@ def names_under_prior(prior: Prior | None, network: nn.Module, names: Iterable[s
         return set()
     norms = set() if prior.norm_layers else norm_parameters(network)
     return {name for name in names if name not in norms and prior.covers(name)}
-
-
-def norm_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters of normalisation layers: torch's, and any layer that keeps running statistics."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, NORM_LAYERS) or isinstance(getattr(layer, "running_mean", None), Tensor)
-        for name, _ in layer.named_parameters(recurse=False)
-    }

@@ -1,7 +1,8 @@
 """Training rules: what a method may define about its training (optimisers, parameter groups, priors, hooks before a step)."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, Unpack, final
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from dissensus.core.prior import Prior, PriorKeywords, expanded_signature, make_
 from dissensus.core.weights import Recorder
 from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
-from dissensus.utils.checks import one_of
+from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
 from dissensus.utils.tensor_tree import Tensors, cache_submodules
 
@@ -54,6 +55,11 @@ class TrainableModule(CalibratedModule):
         super().__init_subclass__(**keywords)
         cls.__signature__ = expanded_signature(cls.__init__)  # type: ignore[attr-defined]
 
+    def __new__(cls, *_: Any, **keywords: Any) -> Self:
+        hint = partial(rename_hint, getattr(cls, "name", ""))
+        check_keywords(cls.__name__, keywords, cls.__signature__.parameters, hint)  # type: ignore[attr-defined]
+        return super().__new__(cls)
+
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
         self.steps_per_epoch: int | None = None
@@ -71,10 +77,6 @@ class TrainableModule(CalibratedModule):
         ways = [each for each in hooks if getattr(type(self), each) is not getattr(TrainableModule, each)]
         self.interaction: Literal["couple", "mix"] | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
-        if unknown := prior.keys() - PriorKeywords.__annotations__:
-            kind, wrong = type(self).__name__, min(unknown)
-            hint = rename_hint(getattr(self, "name", ""), wrong) or f"see help({kind})"
-            raise TypeError(f"expected a keyword of {kind}, got {wrong!r}; {hint}")
         self.use_prior(make_prior(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
@@ -154,7 +156,7 @@ class TrainableModule(CalibratedModule):
 
         For what a method counts in Python (batch sizes, steps). Evaluation does not call it.
         """
-        for watcher in self.watchers:
+        for watcher in self._modules["watchers"]:  # type: ignore[union-attr]
             watcher.before_step(batch)
 
     def couple(self, z: Any) -> Any:

@@ -28,7 +28,7 @@ from dissensus.evaluation.guarantees import Promises, guarantee_details, guarant
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
 from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.embedded_ensembles import collapse_note
-from dissensus.utils.checks import one_of
+from dissensus.utils.checks import one_of, suggest_keywords
 from dissensus.utils.progress import LoaderProgress
 
 log = logging.getLogger("dissensus")
@@ -36,6 +36,7 @@ log = logging.getLogger("dissensus")
 Loaders = Mapping[str, Iterable[Any]]
 
 
+@suggest_keywords
 def evaluate(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -68,8 +69,7 @@ def evaluate(
         score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic". Several labels have the first three, summed over labels.
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
-        precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
-            Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.
+        precision: "bf16" runs the networks in mixed precision, but attacks; it warns of promises fitted in float32.
         operations: whether to count the floating-point operations per input, as `count_operations` does.
         progress: whether to show progress, or its title.
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 
 from dissensus.utils.arrays import as_dataframe
+from dissensus.utils.checks import ListedAttributes, unknown_name
 from dissensus.utils.example_table import example_frame
 
 PredictionKind = Literal["classification", "multilabel", "regression", "segmentation", "tokens"]
@@ -28,8 +29,15 @@ FLAGS = ("correct", "covered", "accepted", "error", "exact_match")  # arrays of 
 ABOUT = ("classes", "calibration", "unit", "precision")  # notes on what was evaluated
 
 
+class Metrics(dict[str, float]):
+    """Metrics by name; the error about a name that is missing lists them and the nearest one."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(unknown_name("a metric", name, self))
+
+
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class Evaluation(ListedAttributes):
     """The result of `evaluate`: all metrics of a posterior, and the arrays behind intervals, tests and figures.
 
     Args:
@@ -57,6 +65,9 @@ class Evaluation:
     corruptions: tuple[str, ...] = ()
     severities: tuple[int, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)  # class names, and the method's warnings about its numbers
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", Metrics(self.metrics))
 
     def table(self) -> str:
         """The metrics as aligned text, in GROUPS. Single corruptions and ε are only in `.metrics`."""

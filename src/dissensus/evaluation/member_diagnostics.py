@@ -127,8 +127,8 @@ class DistancesOverTraining:
 
     def __call__(self, epoch: Any) -> None:
         """Measures after every k-th epoch; returns None, so training continues."""
-        if (epoch.epoch + 1) % self.every == 0:
-            self.measure(epoch.epoch + 1)
+        if epoch.epoch % self.every == 0:
+            self.measure(epoch.epoch)
 
     def measure(self, epochs_done: int) -> MemberDistances:
         """Measures the distances now and stores them under the number of epochs done; pass 0 before training."""

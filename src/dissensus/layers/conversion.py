@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from dissensus.core.member import check_initialised
 from dissensus.core.member_runner import first_line, network_lock
-from dissensus.core.prior import NORM_LAYERS
 from dissensus.layers.call_order import TracedCalls
 from dissensus.nets.blocks import NTKLinear
+from dissensus.utils.batch_norm_names import NORM_LAYERS
 from dissensus.utils.checks import first_names
 from dissensus.utils.sharding import check_copyable
 

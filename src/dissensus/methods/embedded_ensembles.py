@@ -17,14 +17,14 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.member import Member, empty_copy, tensors_by_name
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.core.prior import PriorKeywords, norm_parameters
+from dissensus.core.prior import PriorKeywords
 from dissensus.layers import conversion
 from dissensus.layers.call_order import call_order, end_layers, trace_calls
 from dissensus.layers.dense_chains import chain_layers
 from dissensus.layers.factored import ModulatedLayer, features, modulate_layer
 from dissensus.layers.modulation import Modulation
 from dissensus.numerics.annealing import scale_gradient
-from dissensus.utils.batch_norm_names import statistics_names
+from dissensus.utils.batch_norm_names import norm_parameters, statistics_names
 from dissensus.utils.checks import fraction, integer, number, one_of
 from dissensus.utils.parameter_groups import Group
 from dissensus.utils.tensor_tree import Tensors

@@ -221,6 +221,13 @@ class Laplace(SamplingPosterior):
         """δ in use: as given, or chosen by the evidence; the mean over a list of networks."""
         return fmean(float(curvature.precision) for curvature in self._fitted_curvatures())
 
+    def extra_repr(self) -> str:
+        if self.curvature is None:
+            return ""
+        fitted = zip(self._fitted_layers(), self._curvatures_by_network()[0], strict=True)
+        each = (f"layer '{layer.name}' ({one.structure}, {one.mean.numel():,} weights)" for layer, one in fitted)
+        return f"fitted to {', '.join(each)}, prior precision {self.precision:.3g}"
+
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """() log evidence of the training data, in nats; (M,) for a list of networks.
 

@@ -132,9 +132,7 @@ class NodeBNN(NodePosterior):
             networks, data_size: as of the class.
             settings: of the class, in place of those of the recipe.
         """
-        posterior = cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
-        posterior.from_trained = True
-        return posterior
+        return cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
 
     def default_optimizer(self) -> Optimizer:
         """As of `Posterior`; with `lr="curvature"` SGD with momentum 0.9, whose rates are relative until `fit` has begun."""

@@ -5,8 +5,8 @@ from typing import Any, Unpack, final
 import torch
 
 from dissensus.core.networks import MethodKeywords, Networks
-from dissensus.core.prior import norm_parameters
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
+from dissensus.utils.batch_norm_names import norm_parameters
 from dissensus.utils.checks import number
 from dissensus.utils.sharding import gather_full_tensor, shard_like
 from dissensus.utils.tensor_tree import Tensors

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.networks import MethodKeywords, Networks
-from dissensus.core.prior import norm_parameters
 from dissensus.core.weights import Recorder, Weights
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
 from dissensus.numerics.flat_weights import Block, state_dtype
+from dissensus.utils.batch_norm_names import norm_parameters
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.counts import Count
 from dissensus.utils.sharding import gather_full_tensor, local_part, shard_like

@@ -233,7 +233,7 @@ def training_figure(losses: Array, validation: Array, *, best: int | None) -> Fi
         drawn.append(Curve(epochs, validation, "validation NLL of the mixture", {"color": PALETTE[1]}))
     if best is not None:
         look = {"color": PALETTE[1], "linestyle": "none", **marker_style(0, size=7)}
-        drawn.append(Curve([best + 1], [validation[best]], f"kept: epoch {best + 1}", look))
+        drawn.append(Curve([best], [validation[best - 1]], f"kept: epoch {best}", look))
     figure = curve_figure([Panel(drawn, {"xlabel": "epoch", "ylabel": "nats per example", "title": "Training"})])
     figure.axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure

@@ -44,7 +44,7 @@ from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch, History
-from dissensus.utils.checks import fraction, integer, number, one_of
+from dissensus.utils.checks import available_device, fraction, integer, number, one_of
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.parameter_groups import optimizer_refusal
 
@@ -80,7 +80,7 @@ class EarlyStopping:
 
     @property
     def best(self) -> int:
-        """The epoch kept."""
+        """Index of the epoch kept."""
         return self.scores.index(min(self.scores))
 
     def _error(self) -> float:
@@ -233,10 +233,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _fit_rows(self, data: TrainingRows, given: Any, fold: np.ndarray | None, share: float, seed: int) -> Self:
         """Trains on the rows `given` and calibrates on the fold's rows; if None, on a share of those given."""
         table, targets, weights, copies, units = data
-        try:
-            device = torch.empty(0, device=self.device).device
-        except (AssertionError, RuntimeError) as error:
-            raise ValueError(f"expected a device that torch has here, got {self.device!r}; pass 'cpu'") from error
+        device = available_device(self.device)
         labels = targets[given] if targets.dtype == np.int64 else None
         validation, retrain = self.validation, False
         if validation is None:
@@ -268,7 +265,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             if retrain and validation > 0.1 and len(held):
                 history, scores, temperature = self.history_, self.scores_, float(self.posterior_.temperature)
                 measure_rows(everything := np.sort(np.r_[train, held]))
-                self._train(batch_tensors(everything), None, seed, epochs, until=(history.best or 0) + 1)
+                until = history.best.epoch if history.best else 1
+                self._train(batch_tensors(everything), None, seed, epochs, until=until)
                 self.posterior_.recalibrate(temperature, None)
                 self.history_, self.scores_ = history, scores
             if len(calibrating):
@@ -307,7 +305,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             epochs=epochs,
             validation=judging if by_likelihood else None,
             patience=self.patience if by_likelihood else None,
-            callback=means if until is None else lambda epoch: epoch.epoch + 1 == until,
+            callback=means if until is None else lambda epoch: epoch.epoch == until,
             optimizer=optimizer,
             scheduler=scheduler,
             precision="float32",
@@ -317,7 +315,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         )
         if means is not None:
             posterior.load_state_dict(means.state)
-            self.history_.best = means.best
+            self.history_.best = self.history_[means.best]
             refresh(posterior, batches)
         self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else [*means.scores]
         self.posterior_ = posterior.cpu().double()

@@ -114,7 +114,7 @@ class Checkpoints:
                 "part": None if part is None else {**vars(part), "loader": None},
                 "history": [asdict(epoch) for epoch in history.epochs],
                 "engine": history.engine,
-                "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
+                "best": {**vars(best)},
             }
             if folder:
                 write_distributed(
@@ -153,10 +153,15 @@ class Checkpoints:
                 check_archive(path)
                 state = torch.load(path, map_location=posterior.device, weights_only=True)
             check_tensors(state)
-            kept = state["best"].pop("kept")
-            history = History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"])
+            epochs = [Epoch(**epoch) for epoch in state["history"]]
+            shift = 1 - epochs[0].epoch if epochs else 0  # earlier versions counted from 0
+            best = Best(**{key: state["best"][key] for key in ("score", "epoch", "state")})
+            for each in epochs:
+                each.epoch += shift
+            best.epoch += shift
+            history = History(epochs, None if best.state is None else epochs[best.epoch - 1], state["engine"])
             part = None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]})
-            resumed = RunSoFar(history, Best(**state["best"]), state["told"], part)
+            resumed = RunSoFar(history, best, state["told"], part)
             if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
                 got = f"one of another run ({misfit})"
                 raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {REMEDY}")

@@ -31,7 +31,7 @@ from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exis
 from dissensus.training.history import Epoch, History, PartialEpoch, TrainingStep
 from dissensus.training.optimisation import Optimisation
 from dissensus.training.validation import Validation
-from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.checks import available_device, integer, number, one_of, suggest_keywords
 from dissensus.utils.parameter_groups import check_rates
 from dissensus.utils.progress import Progress
 
@@ -43,12 +43,14 @@ StepCallback = Callable[[TrainingStep], object]
 _warned: WeakSet[Posterior] = WeakSet()  # of their data_size
 
 
+@suggest_keywords
 def fit(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
     epochs: int,
     validation: Iterable[Any] | None = None,
+    lr: float | None = None,
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     clip: float | None = None,
@@ -69,24 +71,21 @@ def fit(
 ) -> History:
     """Trains a posterior in place and returns the history of the run.
 
-    One optimiser trains all members; every member trains as it would alone, unless the method couples them. A network that
-    a method does not copy, as in `MAP(network)`, trains as in a loop by hand: tensor hooks of its parameters
-    (`register_hook`) change its gradients. Ensembles copy their networks, without these hooks. Afterwards
-    the posterior is in eval mode. With validation data it is in the state of its best epoch; sampling methods have a
-    stored draw.
+    One optimiser trains all members, each as it would train alone, unless the method couples them. Hooks on parameters
+    (`register_hook`) act where the network is not copied, as in `MAP(network)`. Afterwards the posterior is in eval mode, with
+    validation data in the state of its best epoch; sampling methods have a stored draw.
 
     Args:
         posterior: a method wrapped around a network or networks.
-        loader: any iterable of (x, y) or (x, y, weight), read once per epoch. x: a tensor, a tuple or a dict of tensors
-            (B, ...); y: targets (B, ...); weight: (B,) example weights. Or the data (x, y) or (x, y, weight) themselves,
-            tensors, arrays or DataFrames of N rows: batches of 32, shuffled every epoch.
+        loader: any iterable of (x, y) or (x, y, weight). x: a tensor, a tuple or a dict of tensors (B, ...); y: targets
+            (B, ...); weight: (B,) example weights. Or such data of N rows, or arrays or DataFrames: shuffled batches of 32.
         epochs: total number of passes over the loader, including those of a resumed checkpoint.
-        validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
-            state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
-            trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change the choice, and record the whole run.
-        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
-            default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
-            batch.
+        validation: another loader, or data. The mixture's negative log-likelihood on it decides which epoch's state is kept.
+            TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a trajectory (SWAG,
+            SWA, snapshots) keep the last state. Watchers record the whole run.
+        lr: learning rate of the weights in the default optimizer; None is the method's.
+        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None is the method's default with
+            its schedule. Relative rates (`NodeBNN.of_trained`) are measured on the first batch.
         scheduler: a torch scheduler of that optimizer, stepped once per epoch.
         clip: largest gradient norm of each member; None does not clip.
         accumulate: batches per optimiser step; their gradients are averaged.
@@ -94,25 +93,21 @@ def fit(
         precision: "auto" is bf16 on GPUs that support it, else float32.
         engine: how members run: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
         device: device to train on; None is the GPU if there is one.
-        callback: called with each `Epoch`, or a list of such functions; a true return value of one stops training. Ready
-            ones: `dissensus.integrations.loggers`.
-        on_step: called with a `TrainingStep` after each optimiser step; one or a list. A GPU is waited for only if a value is
-            read.
+        callback: a function or a list of them (`integrations.loggers`), called with each `Epoch`; true stops training.
+        on_step: the same for each `TrainingStep` of the optimiser. A GPU is waited for only if a value is read.
         progress: whether to show progress, or a title to show with it.
-        checkpoint: a file, or with several processes a folder to which each writes its part, written after each epoch; if
-            it exists, training resumes from it, on any number of processes. At SIGTERM it is written after the current
-            step, and the process ends; the resumed run continues within that epoch.
+        checkpoint: a file, or for several processes a folder, written after each epoch, and at SIGTERM after the current step.
+            If it exists, training resumes from it, on any number of processes, also within an epoch.
         checkpoint_seconds: least time in seconds between two writes; the last epoch is always written.
-        ranks: "independent" makes every process of a distributed group train its own model; None trains one model with
-            all processes.
-        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses if there are several. All
-            processes must call `fit` with the same posterior and loader; `fit` divides the batches.
+        ranks: "independent" trains one model in each process of a group; None one model with all of them.
+        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses if there are several. All must
+            call `fit` with the same posterior and loader.
         draw: whether to store a draw at the end (`ds.refresh`).
         targets: "standardised" measures mean and standard deviation of a regression's targets, in an extra pass over the
             loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y.
 
     Returns:
-        A `History`: one `Epoch` each, the index of the epoch kept, the engine used, and the expected memory.
+        A `History`: one `Epoch` each, the epoch kept, the engine used, and the expected memory.
 
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
@@ -122,29 +117,28 @@ def fit(
     with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         data = Loader.for_posterior(loader, posterior, shuffle=True)
         division = processes.enter_context(partition_training(posterior, mesh, ranks, data))
-        check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
+        check_run(posterior, lr, optimizer, scheduler, patience=patience, validation=validation)
         if targets is not None:
             standardise_targets(posterior, division.complete_loader(data))
         posterior.to(_training_device(device, posterior))
         division.begin()
         resumes = checkpoint_exists(checkpoint, division)
-        plan = Optimisation(posterior, optimizer, scheduler, division, epochs=epochs, resumes=resumes)
+        plan = Optimisation(posterior, optimizer, scheduler, division, lr=lr, epochs=epochs, resumes=resumes)
         store = Checkpoints(checkpoint, posterior, plan.optimizer, plan.scheduler, division, checkpoint_seconds)
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
         run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
+        bar.note(_resume_note(len(history), epochs) if resumes else "")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
-            for index in choice.remaining_epochs(len(history)):
+            for index in choice.remaining_epochs(len(history) + 1):
                 epoch = run.train_epoch(index, bar, interruptions)
                 if epoch is None:
                     store.write(history, choice.best, run.part)
                     interruptions.terminate()
-                epoch.validation, epoch.look = choice.scores(index)
-                history.epochs.append(epoch)
+                choice.add_epoch(epoch, history)
                 plan.end_epoch(epoch)
-                choice.keep_best(epoch, history)
                 bar.end_epoch(index, _epoch_line(epoch))
                 store.end_epoch(history, choice.best)
                 if run.call_back(epoch):
@@ -152,7 +146,7 @@ def fit(
             store.end_run(history, choice.best)
         choice.restore_best()
         history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
-        posterior.eval()
+        bar.note(plan.remark_on_loss(history, epochs), posterior.eval().extra_repr())
         return history
 
 
@@ -216,7 +210,7 @@ class _Run:
         if self.part is None:
             begun = (*generator_states(self.posterior.device), self.loader.state()) if interruptions.resumable else ()
             self.part = PartialEpoch(*begun)
-        batches = self.division.training_batches(index)
+        batches = self.division.training_batches(index - 1)
         losses, lr = self.run_epoch(batches, self.part, bar, interruptions), self.plan.lr
         if losses is None:
             return None
@@ -314,9 +308,13 @@ def _store_draw(posterior: Posterior, loader: Loader) -> float:
     return time.perf_counter() - start
 
 
+def _resume_note(done: int, epochs: int) -> str:
+    return f"resumed {f'at epoch {done + 1}' if done < epochs else 'after the last epoch'} of {epochs}"
+
+
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return available_device(device)
     return torch.device("cuda") if torch.cuda.is_available() and posterior.device.type == "cpu" else posterior.device
 
 
@@ -338,13 +336,7 @@ def _epoch_line(epoch: Epoch) -> str:
 
 
 def check_arguments(
-    epochs: int,
-    accumulate: int,
-    patience: int | None,
-    clip: float | None,
-    checkpoint_seconds: float,
-    ranks: str | None,
-    targets: str | None,
+    epochs: Any, accumulate: Any, patience: Any, clip: Any, checkpoint_seconds: Any, ranks: Any, targets: Any
 ) -> None:
     """Raises if one of `fit`'s numbers or words is none that it can use."""
     integer("epochs", epochs)
@@ -357,11 +349,15 @@ def check_arguments(
 
 
 def check_run(
-    posterior: Posterior, optimizer: object, scheduler: object, *, patience: int | None, validation: object
+    posterior: Posterior, lr: Any, optimizer: object, scheduler: object, *, patience: int | None, validation: object
 ) -> None:
     """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
     check_trainable(posterior)
     check_rates(optimizer)
+    number("lr", 1.0 if lr is None else lr, above=0)
+    if lr is not None and (optimizer or getattr(posterior, "lr", None)) is not None:
+        got = f"lr={lr:g} and that of {type(optimizer or posterior).__name__}"
+        raise ValueError(f"expected one learning rate, got {got}; leave lr out of fit, and set it there")
     if posterior.particles.fully_sharded and posterior.prior is not None:
         got = type(posterior.prior).__name__
         raise NotImplementedError(f"expected no prior with fully_shard, got {got}; use the optimizer's weight_decay")

@@ -13,6 +13,7 @@ from torch import Tensor
 from dissensus.engine.memory import Memory
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.arrays import as_dataframe
+from dissensus.utils.checks import ListedAttributes
 from dissensus.utils.progress import Progress
 
 
@@ -21,7 +22,7 @@ class Epoch:
     """The result of one epoch of training; `fit` passes it to its callback.
 
     Args:
-        epoch: its number, from 0.
+        epoch: its number, from 1.
         loss: mean loss over members and batches.
         members: M mean losses, one per member.
         lr: learning rate of the first parameter group.
@@ -72,19 +73,19 @@ class TrainingStep:
 
 
 @dataclass(repr=False)
-class History:
+class History(ListedAttributes):
     """The result of `fit`: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
 
     Args:
         epochs: a list of `Epoch`.
-        best: index of the epoch kept by validation; None if none was chosen.
+        best: the `Epoch` kept by validation; None if none was chosen.
         engine: how members ran, as in `fit(engine=...)`.
         memory: the expected memory of training, in bytes.
         drawing: seconds spent at the end to draw and store functions.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
-    best: int | None = None  # the epoch kept by validation; None if none was chosen
+    best: Epoch | None = None  # kept by validation; None if none was chosen
     engine: str | None = None  # how members ran
     memory: Memory | None = None  # the expected memory of training
     drawing: float = 0.0  # seconds spent at the end to draw and store functions
@@ -96,12 +97,10 @@ class History:
         return self.epochs[index]
 
     def __repr__(self) -> str:
-        kept = "" if self.best is None else f", kept epoch {self.best}"
-        scores = ""
-        if self.epochs:
-            last = self.epochs[-1]
-            scores = f", loss {last.loss:.4g}"
-            scores += "" if last.validation is None else f", validation {last.validation:.4g}"
+        kept = "" if self.best is None else f", kept epoch {self.best.epoch}"
+        scores = f", loss {self.epochs[-1].loss:.4g}" if self.epochs else ""
+        if self.epochs and (validation := self.epochs[-1].validation) is not None:
+            scores += f", validation {validation:.4g}"
         seconds = sum(epoch.seconds for epoch in self.epochs)
         return f"History({len(self)} epochs{scores}{kept}, {seconds:.1f} s, engine {self.engine})"
 
@@ -127,7 +126,8 @@ class History:
         if not self.epochs:
             raise ValueError("expected a history with epochs to plot, got an empty one; train for at least one epoch")
         validation = np.array([math.nan if e.selection_score is None else e.selection_score for e in self.epochs])
-        return notebook_figure(training_figure(np.array([e.members for e in self.epochs]), validation, best=self.best))
+        best = None if self.best is None else self.best.epoch
+        return notebook_figure(training_figure(np.array([e.members for e in self.epochs]), validation, best=best))
 
 
 @dataclass

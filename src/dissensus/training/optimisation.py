@@ -3,7 +3,7 @@
 import logging
 from typing import cast
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from dissensus.core.posterior import Posterior
@@ -11,7 +11,7 @@ from dissensus.distributed.partition import TrainingPartition
 from dissensus.landscape.sharpness import sharpness_on_batch
 from dissensus.methods.embedded_ensembles import gamma_note
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.training.history import Epoch
+from dissensus.training.history import Epoch, History
 from dissensus.utils.parameter_groups import check_optimizer, decay_warnings, mixing_warnings
 
 log = logging.getLogger("dissensus")
@@ -27,12 +27,16 @@ class Optimisation:
         scheduler: LRScheduler | None,
         division: TrainingPartition,
         *,
+        lr: float | None,
         epochs: int,
         resumes: bool,
     ) -> None:
-        self.is_default = optimizer is None
+        self.is_default, self.lr_given, self.posterior = optimizer is None, lr is not None, posterior
         if optimizer is None:
             optimizer = posterior.default_optimizer()
+            usual = optimizer.param_groups[0]["lr"]
+            for group in optimizer.param_groups if lr is not None else ():
+                group["lr"] = lr if group["lr"] == usual else group["lr"]  # learned noise has its own
             if not resumes:
                 set_relative_rates(posterior, optimizer, division)
             scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
@@ -55,6 +59,17 @@ class Optimisation:
         if isinstance(schedule, OneCycleLR) and (needed := schedule.last_epoch + epochs) > schedule.total_steps:
             wanted = f"a OneCycleLR of at least {needed} steps, one per epoch"  # torch would raise in mid-training
             raise ValueError(f"expected {wanted}, got {schedule.total_steps}; set total_steps")
+
+    def remark_on_loss(self, history: History, epochs: int) -> str:
+        """A remark if the last of all epochs brought 5 % of the whole fall of the loss, and 2 % of what is left; else ""."""
+        if len(history) < max(epochs, 3) or self.posterior.judged_by is None or history.best not in (None, history[-1]):
+            return ""  # stopped early, or snapshots of a rate that goes up and down
+        first, before, last = (history[i].loss for i in (0, -2, -1))
+        if before - last < max(0.05 * (first - last), 0.02 * abs(last)):
+            return ""
+        usual = self.is_default and not self.lr_given and isinstance(self.optimizer, AdamW)
+        higher = f", or lr={3 * self.optimizer.param_groups[0]['initial_lr']:.2g}" if usual else ""
+        return f"the loss still falls, {before:.4g} in epoch {epochs - 1} and {last:.4g} in {epochs}: try more epochs{higher}"
 
     def end_epoch(self, epoch: Epoch) -> None:
         """Steps the schedule."""

@@ -36,30 +36,32 @@ class Validation:
         if loader is not None:
             self.loader = division.complete_loader(Loader.for_posterior(loader, posterior))
 
-    def scores(self, index: int) -> tuple[float | None, float | None]:
+    def scores(self, epoch: int) -> tuple[float | None, float | None]:
         """Negative log-likelihoods after this epoch: of the networks in training, and of functions drawn to be judged."""
         if self.loader is None:
             return None, None
         score = validation_nll(self.posterior, self.loader, None, self.division)
-        drawn = draw_for_validation(self.posterior, index, self.epochs, self.loader)
+        drawn = draw_for_validation(self.posterior, epoch, self.epochs, self.loader)
         return score, None if drawn is None else validation_nll(self.posterior, self.loader, drawn, self.division)
 
-    def keep_best(self, epoch: Epoch, history: History) -> None:
-        """Keeps the present state if this epoch is the best so far."""
+    def add_epoch(self, epoch: Epoch, history: History) -> None:
+        """Scores an epoch, adds it to the history, and keeps the present state if it is the best so far."""
+        epoch.validation, epoch.look = self.scores(epoch.epoch)
+        history.epochs.append(epoch)
         score = epoch.selection_score
         if score is not None and score < self.best.score and can_keep_epoch(self.posterior, epoch.epoch, self.epochs):
             own = [(k, v) for k, v in self.posterior.state_dict().items() if not k.startswith("watchers.")]
             frozen = {memory_place(p) for p in self.posterior.parameters() if not p.requires_grad}  # held, not copied
             self.best = Best(score, epoch.epoch, {k: v if memory_place(v) in frozen else v.clone() for k, v in own})
-            history.best = epoch.epoch
+            history.best = epoch
 
     def remaining_epochs(self, first: int) -> Iterator[int]:
         """The epochs from this one on, until `patience` of them were no better than the best."""
-        for index in range(first, self.epochs):
-            judged = self.best.state is not None and can_keep_epoch(self.posterior, index - 1, self.epochs)
-            if self.patience is not None and judged and index - 1 - self.best.epoch >= self.patience:
+        for epoch in range(first, self.epochs + 1):
+            judged = self.best.state is not None and can_keep_epoch(self.posterior, epoch - 1, self.epochs)
+            if self.patience is not None and judged and epoch - 1 - self.best.epoch >= self.patience:
                 return
-            yield index
+            yield epoch
 
     def restore_best(self) -> None:
         """Puts the best state back; watchers keep their records of the whole run."""
@@ -70,12 +72,12 @@ class Validation:
 
 
 def can_keep_epoch(posterior: Posterior, epoch: int, epochs: int) -> bool:
-    """Whether validation may keep the state after this epoch, counted from 0.
+    """Whether validation may keep the state after this epoch, counted from 1.
 
     No epoch of a trajectory; if functions are drawn, up to ten evenly spaced ones of the last quarter, including the last.
     """
     first, every = evenly_spaced(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
-    return posterior.judged_by is not None and posterior.ready and epoch >= first and (epoch - first) % every == 0
+    return posterior.judged_by is not None and posterior.ready and epoch > first and (epoch - 1 - first) % every == 0
 
 
 def draw_for_validation(

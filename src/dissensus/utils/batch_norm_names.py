@@ -1,9 +1,10 @@
-"""The layers that keep running batch statistics, and the names of their buffers."""
+"""Normalisation layers: names of their parameters, which of them keep running statistics, and the names of these."""
 
 from collections.abc import Collection
 
 from torch import Tensor, nn
 
+NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -30,3 +31,13 @@ def frozen_norms(network: nn.Module, frozen: Collection[str]) -> dict[str, nn.Mo
     layers = statistics_layers(network).items()
     held = ((name, layer, [*map(id, layer.parameters())]) for name, layer in layers)
     return {name: layer for name, layer, ids in held if ids and alike.issuperset(ids)}
+
+
+def norm_parameters(module: nn.Module) -> set[str]:
+    """Names of the parameters of normalisation layers: torch's, and any layer that keeps running statistics."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, NORM_LAYERS) or isinstance(getattr(layer, "running_mean", None), Tensor)
+        for name, _ in layer.named_parameters(recurse=False)
+    }

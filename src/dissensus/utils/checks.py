@@ -4,12 +4,20 @@
 """
 
 import difflib
+import functools
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
-from typing import Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, SupportsFloat, TypeVar
+
+import torch
+from torch import nn
 
 Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
+# Keywords of other libraries -> what to do instead.
+ELSEWHERE = {"batch_size": "set it in the loader", "metrics": "evaluate computes all: see evaluation.metrics"}
 
 
 def integer(name: str, value: Any, *, least: int = 1, hint: str = "") -> int:
@@ -56,13 +64,75 @@ def one_of(
     """The value, one of `known`. The error lists these, or only those in `shown`, and suggests the nearest one."""
     names = list(known)
     if not any(value is each or (type(value) is type(each) and value == each) for each in names):
-        lowered = {str(each).lower(): each for each in reversed(names)}
-        text = str(value).lower() if isinstance(value, str) else ""
-        nearest = difflib.get_close_matches(text, lowered, n=1, cutoff=0.6)
-        advice = hint or (f"did you mean {lowered[nearest[0]]!r}?" if nearest else "name one of them")
-        listed = ", ".join(map(str, names if shown is None else shown))
-        raise ValueError(f"expected {name} of {listed}, got {value!r}; {advice}")
+        raise ValueError(unknown_name(name, value, names, shown, hint))
     return value
+
+
+def unknown_name(
+    name: str, value: object, known: Iterable[Any], shown: Iterable[Any] | None = None, hint: str = ""
+) -> str:
+    """The message about a value that is none of `known`: their list, and the hint or the nearest one."""
+    names = list(known)
+    lowered = {str(each).lower(): each for each in reversed(names)}
+    nearest = difflib.get_close_matches(value.lower() if isinstance(value, str) else "", lowered, n=1, cutoff=0.6)
+    advice = hint or (f"did you mean {lowered[nearest[0]]!r}?" if nearest else "name one of them")
+    return f"expected {name} of {', '.join(map(str, names if shown is None else shown))}, got {value!r}; {advice}"
+
+
+def check_keywords(function: str, given: Iterable[str], known: Mapping[str, Any], hint: Callable[[str], str]) -> None:
+    """Raises if a keyword is none of `known`, parameters by name, unless one takes any; `hint`: what to do instead, or ""."""
+    wrong = next((each for each in given if each not in known), None)
+    if wrong is not None and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        raise TypeError(unknown_name(f"a keyword of {function}, one", wrong, known, hint=hint(wrong)))
+
+
+def suggest_keywords(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """A decorator: an error about an unknown keyword lists those there are, with the nearest one or what to do instead."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **keywords: Arguments.kwargs) -> Value:
+        check_keywords(f"{function.__name__}()", keywords, known, lambda wrong: ELSEWHERE.get(wrong, ""))
+        return function(*args, **keywords)
+
+    return call
+
+
+class ListedAttributes:
+    """Base class: the error about a missing attribute lists those there are, with the nearest one."""
+
+    _attribute_hints: ClassVar[Mapping[str, str]] = {}  # what to use in place of some names
+
+    if not TYPE_CHECKING:  # mypy finds unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)  # a module's tensors and submodules
+            except AttributeError:
+                if name[0] == "_":  # which torch and copy look for
+                    raise AttributeError(f"{type(self).__name__} has no attribute {name!r}") from None
+                public = [each for each in dir(self) if each[0] != "_"]
+                ours = [each for each in public if not hasattr(nn.Module, each)]
+                metric = difflib.get_close_matches(name, vars(self).get("metrics", ()), n=1)
+                hint = f"use .metrics[{metric[0]!r}]" if metric else self._attribute_hints.get(name, "")
+                what = f"an attribute of {type(self).__name__}, one"
+                raise AttributeError(unknown_name(what, name, public, ours, hint)) from None
+
+
+def available_device(given: Any) -> torch.device:
+    """The device, if torch can use it here."""
+    try:
+        return torch.empty(0, device=given).device
+    except (AssertionError, RuntimeError) as error:
+        here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        raise ValueError(f"expected a device that torch has here ({here}), got {given!r}; pass one of these") from error
+
+
+def pixel_warning(largest: float, trained: float) -> str | None:
+    """A warning about inputs that look like pixels by their largest value, if that of earlier ones was far less."""
+    if not (128 < largest <= 255 and 0 < 20 * trained < largest):
+        return None
+    return f"inputs look like pixels from 0 to 255, but earlier ones reached {trained:.3g}: scale them alike (x / 255)"
 
 
 def first_names(names: Iterable[Any], most: int = 8) -> str:

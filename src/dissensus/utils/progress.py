@@ -75,15 +75,22 @@ class Progress:
             self._print_line(f"epoch {self.done + 1}/{self.epochs}  batch {self.steps}{of_all}")
 
     def end_epoch(self, number: int, text: str) -> None:
-        """Call it after epoch `number` (from 0)."""
+        """Call it after epoch `number` (from 1)."""
         if self.bar is not None:
-            done = (number + 1) * (self.steps_per_epoch or 1)
-            self.bar.update(self.task, completed=done, text=text)
-        self.done, self.steps = number + 1, 0
-        self.last = f"epoch {number + 1}/{self.epochs}  {text}"
-        due = number == 0 or number + 1 == self.epochs or time.monotonic() - self.told > SECONDS
+            self.bar.update(self.task, completed=number * (self.steps_per_epoch or 1), text=text)
+        self.done, self.steps = number, 0
+        self.last = f"epoch {number}/{self.epochs}  {text}"
+        due = number in (1, self.epochs) or time.monotonic() - self.told > SECONDS
         if self.lines and (due or self.rewrites):
             self._print_line(self.last)
+
+    def note(self, *texts: str) -> None:
+        """Prints each text, unless it is empty, as a line that stays, or logs it where no progress is shown."""
+        for text in filter(None, texts):
+            if self.bar is None and not self.lines:
+                logging.getLogger("dissensus").info("%s", text)
+            else:
+                print(f"{self.title}  {text}", file=sys.stderr, flush=True)
 
     def _print_line(self, text: str) -> None:
         line = f"{self.title}  {text}"

@@ -77,7 +77,7 @@ def test_a_bench_leaves_one_folder_per_method_and_seed(benched):
     assert config["settings"] == {"rate": 0.1, "samples": 3}
     assert {"commit", "torch", "device", "python", "dissensus", "command", "started"} <= config["provenance"].keys()
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in log] == [0, 1, 2]
+    assert [line["epoch"] for line in log] == [1, 2, 3]
     seconds = json.loads((run / "training.json").read_text())["seconds"]
     of_epochs = sum(line["seconds"] for line in log)
     assert of_epochs <= seconds < of_epochs + 1  # and what drawing functions took in the end
@@ -205,7 +205,7 @@ def test_a_lost_stage_alone_is_done_again(benched, tmp_path):
 @pytest.mark.parametrize("method", ["deep_ensemble", "mc_dropout"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, method):
     whole, stopped = trained(moons(method, folder=tmp_path / "whole")), moons(method, folder=tmp_path / "stopped")
-    train_until(stopped, 1)
+    train_until(stopped, 2)
     assert (stopped.folder / "checkpoint.pt").is_file()
     assert not stopped.is_trained
     resumed = trained(moons(method, folder=tmp_path / "stopped"))
@@ -213,7 +213,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, method):
     tensors = [(run.folder / "posterior" / "posterior.safetensors").read_bytes() for run in (whole, resumed)]
     assert tensors[0] == tensors[1]
     lines = (resumed.folder / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
 
 
 def test_training_leaves_the_random_state_and_the_threads_alone(tmp_path):
@@ -521,7 +521,7 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
 
 def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path):
     whole = trained(run(tmp_path / "whole"))
-    train_until(run(tmp_path / "stopped"), 2)
+    train_until(run(tmp_path / "stopped"), 3)
     path = tmp_path / "stopped" / DISTANCES
     assert list(read_distances(path.parent)) == [0, 2]
     with path.open("a") as file:

@@ -74,7 +74,7 @@ def facts(folder, method: str) -> dict:
 
 def rates(folder, method: str) -> list[float]:
     lines = (folder / f"{method}-seed0" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2, 3]
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4]
     return [json.loads(line)["lr"] for line in lines]
 
 
@@ -143,7 +143,7 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been(benched, task_file, tm
     def epochs_of(count):
         """(method, epoch) pairs as they are logged, up to the epoch to stop after."""
         constant = ("tradi", "tradi-diagonal", "swag")
-        whole = [*(("map", e) for e in range(4)), *((m, 2 + e) for e in range(2) for m in constant)]
+        whole = [*(("map", e) for e in range(1, 5)), *((m, 2 + e) for e in (1, 2) for m in constant)]
         ends = [0, 1, 2, 3, 6, 9]
         return whole[: ends[count] + 1]
 

@@ -248,7 +248,8 @@ class Run:
                 ranks=self.ranks,
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
-            self.save_results(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
+            best = None if history.best is None else history.best.epoch
+            self.save_results(posterior, history.epochs, seconds=seconds, best=best, engine=history.engine)
         self.remove(checkpoint)
 
     def expected_seconds(self) -> float:

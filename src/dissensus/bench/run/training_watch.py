@@ -43,8 +43,8 @@ class MeasurementLog:
             self.write_measurement(0)  # the networks are untrained here: a checkpoint is read later
 
     def __call__(self, epoch: Epoch) -> None:
-        if (epoch.epoch + 1) % self.every == 0:
-            self.write_measurement(epoch.epoch + 1)
+        if epoch.epoch % self.every == 0:
+            self.write_measurement(epoch.epoch)
 
     def write_measurement(self, epochs: int) -> None:
         with self.path.open("a") as file:

@@ -49,7 +49,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     draw_attributes = ("stored", "stored_at")
     complexity: node_latents.Complexity
     lr: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
-    from_trained: bool = False  # whether training starts from a trained network, with which its result is compared
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -194,9 +193,8 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
                 total, weight = log_prob_sum(self.likelihood, self.draw().predict(batch.x), batch.y, batch.weight)
             if not (after := -float(total / weight)) <= before + 0.1:  # nats per row
                 advice = "train the network longer first, or pass a lower posterior_temperature"
-                log.warning(
-                    "loss of the first batch: %.3f before training with latents, %.3f now; %s", before, after, advice
-                )
+                text = "%s is worse than its network: loss of the first batch %.3f before training, %.3f now; %s"
+                log.warning(text, type(self).__name__, before, after, advice)
 
     @torch.no_grad()
     def _sample_latents(self) -> Tensor:
@@ -222,7 +220,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         x = batch.x
-        if self.from_trained and not self._checked_shapes:
+        if not self._checked_shapes:
             with inference_context(self):
                 loss = self.likelihood.nll(self._run_first_member(x), batch.y, batch.weight)
             self._first = batch, float(loss)
