@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.bench.report.measures import Measure, root_mean
+from dissensus.bench.report.measures import Measure, number_text, root_mean
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import MANY, ROUNDING, count_tables, last_before, student_quantile, student_tail
@@ -133,6 +133,12 @@ class ResampledMeasure:
             return None
         half, (least, most) = found.half_width(level), self.measure.possible_range
         return Interval(self.estimate, max(least, self.estimate - half), min(most, self.estimate + half))
+
+    @property
+    def half_width(self) -> float | None:
+        """Half-width of the interval; None without one."""
+        found = self.interval()
+        return None if found is None else max(found.estimate - found.lower, found.upper - found.estimate)
 
     def for_seeds(self, seeds: Sequence[Hashable]) -> ResampledMeasure:
         """The same for some of the seeds only."""
@@ -342,10 +348,12 @@ class Claim(NamedTuple):
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
-        value, lower, upper = (f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper))
-        ends = "no interval: nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
+        half = None if math.isnan(self.lower) else scale * (self.upper - self.lower) / 2
+        shown = (self.value, self.lower, self.upper)
+        value, lower, upper = (number_text(scale * each, half, signed=True) for each in shown)
+        ends = "no interval: nothing varies" if half is None else f"{lower} … {upper}"
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
-        return f"{value} ({ends}{alone})".replace("-", "−")
+        return f"{value} ({ends}{alone})"
 
     def p_value(self, near: float = 0.0) -> float:
         """p-value of "the true value is within ±near", from the interval, as if only seeds varied: never too small."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,26 +14,47 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.plots import charts, segmentation_maps
 from dissensus.plots.charts import INK, Array, Curve, Palette, Panel, curve_figure, marker_style, short_name
 
-SPACES = {
-    "weight": "distance of weights",
-    "function": "distance of outputs (rms)",
-    "gradient": "angle of input gradients (rad)",
-    "effective": "effective members",
+
+class OverEpochs(NamedTuple):
+    """A section of curves over epochs."""
+
+    title: str
+    text: str
+    panels: dict[str, str]  # name of an array -> title of its panel
+    percent: bool = False
+
+
+SEEDS = "Means over seeds; bands span the lowest to the highest seed."
+OVER_EPOCHS = {  # prefix of the arrays -> its section
+    "training": OverEpochs(
+        "How training went",
+        f"{SEEDS} Methods add different terms to their loss: compare the shapes of losses, not their heights. A curve that still "
+        "falls steeply at its end asks for more epochs.",
+        {"loss": "training loss", "validation": "NLL of validation rows (nats)"},
+    ),
+    "curves": OverEpochs(
+        "What is learned, over training",
+        f"Measured on up to 1,000 rows of each kind. {SEEDS}",
+        {
+            "train/accuracy": "training rows, labels as given",
+            "test/accuracy": "test rows",
+            "noise/memorised": "wrong labels: as labelled",
+            "noise/recovered": "wrong labels: answered truly",
+        },
+        percent=True,
+    ),
+    "distances": OverEpochs(
+        "How members differ, over training",
+        "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and the angle "
+        f"between their input gradients (of the true class's logit, or of the mean). {SEEDS}",
+        {
+            "weight": "distance of weights",
+            "function": "distance of outputs (rms)",
+            "gradient": "angle of input gradients (rad)",
+            "effective": "effective members",
+        },
+    ),
 }
-
-
-def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Palette) -> Figure:
-    """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
-    panels = []
-    for space, methods in curves.items():
-        drawn = [Curve(*points, short_name(name), {"color": palette[name]}) for name, points in methods.items()]
-        panels.append(Panel(drawn, {"xlabel": "epochs", "title": SPACES.get(space, space)}))
-    figure = curve_figure(panels, size=(10.4, 2.8))
-    figure.axes[0].set_ylabel("mean over pairs of members")
-    for axes in figure.axes:
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    return figure
 
 
 UNDER_ATTACK = {
@@ -95,27 +116,30 @@ def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Palette)
     return curve_figure(panels, size=(3.1 * columns, 2.8 * len(rows)), rows=len(rows))
 
 
-LEARNED = {
-    "train/accuracy": "training rows, labels as given",
-    "test/accuracy": "test rows",
-    "noise/memorised": "wrong labels: as labelled",
-    "noise/recovered": "wrong labels: answered truly",
-}
+MethodCurves = Mapping[str, Mapping[str, tuple[Array, Array]]]  # quantity -> method -> epochs (E,) and values (S, E)
 
 
-def learning_figure(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Palette) -> Figure:
-    """Accuracy over epochs: mean over seeds and their range. rows[title][name][method]: epochs (E,), values (S, E)."""
-    panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
+def epoch_figure(rows: Mapping[str, MethodCurves], prefix: str, *, palette: Palette) -> Figure:
+    """Curves over epochs, means over seeds and their range: one row of panels per title, one panel per quantity."""
+    about, panels = OVER_EPOCHS[prefix], []
+    names = [name for name in about.panels if any(name in several for several in rows.values())]
     for title, several in rows.items():
         for column, name in enumerate(names):
             methods = several.get(name, {})
-            drawn = []
-            for method, (epochs, values) in methods.items():
-                look, ends = {"color": palette[method]}, (values.min(0), values.max(0))
-                drawn.append(Curve(epochs, values.mean(0), short_name(method), look, ends))
-            axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
-            panels.append(Panel(drawn, axes, percent="y"))
-    return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))
+            axes: dict[str, Any] = {"xlabel": "epochs", "ylabel": "" if column else title, "title": about.panels[name]}
+            if prefix == "training" and all((values > 0).all() for _, values in methods.values()):
+                axes["yscale"] = "log"
+            drawn = [
+                Curve(
+                    epochs, values.mean(0), short_name(each), {"color": palette[each]}, (values.min(0), values.max(0))
+                )
+                for each, (epochs, values) in methods.items()
+            ]
+            panels.append(Panel(drawn, axes | ({"ylim": (0, 1)} if about.percent else {}), percent="y" * about.percent))
+    figure = curve_figure(panels, size=(max(3.3 * len(names), 9.2), 2.7 * len(rows)), rows=len(rows))
+    for axes_of_panel in figure.axes:
+        axes_of_panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    return figure
 
 
 SPAN = 0.01  # least span of an accuracy axis: a smaller one would magnify noise
@@ -210,24 +234,6 @@ def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
     return "Where in the image is it certain?", text, figures
 
 
-def distance_section(results: Results, palette: Palette) -> Made | None:
-    """Distances between members over training, mean over seeds."""
-    known = results.methods_with("distances/epochs")
-    if not known:
-        return None
-    drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in SPACES}
-    for name, several in known.items():
-        for space in SPACES:
-            epochs, values = _values_by_epoch(several, "distances", space)
-            drawn[space][name] = (epochs, values.mean(0))
-    text = (
-        "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and "
-        "the angle between their input gradients (of the true class's logit, or of the mean)."
-    )
-    figure = distance_figure(drawn, palette=palette)
-    return "How members differ, over training", text, [("Distances between members over training", figure)]
-
-
 def attack_section(results: Results, palette: Palette) -> Made | None:
     """The effect of every attack on every method as ε grows, mean over seeds."""
     figures = []
@@ -275,23 +281,40 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
     return ("The noise as a change of the image", text, figures) if figures else None
 
 
-def learning_data(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+def epoch_data(results: Results, prefix: str) -> MethodCurves:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.methods_with(f"curves/over/{name}") for name in LEARNED}
+    known = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix].panels}
     return {
-        name: {method: _values_by_epoch(several, "curves", name) for method, several in methods.items()}
+        name: {method: _values_by_epoch(several, prefix, name) for method, several in methods.items()}
         for name, methods in known.items()
         if methods
     }
 
 
-def learning_section(results: Results, palette: Palette) -> Made | None:
-    """Accuracy while methods train."""
-    if not (found := learning_data(results)):
+def epoch_section(results: Results, palette: Palette, prefix: str) -> Made | None:
+    """One of OVER_EPOCHS, if it was recorded."""
+    if not (found := epoch_data(results, prefix)):
         return None
-    text = "Measured on up to 1,000 rows of each kind: means over seeds; bands span the lowest to the highest seed."
-    figure = learning_figure({"": found}, palette=palette)
-    return "What is learned, over training", text, [("Accuracies over training", figure)]
+    title, text, *_ = OVER_EPOCHS[prefix]
+    return title, text, [(title, epoch_figure({"": found}, prefix, palette=palette))]
+
+
+def confusion_section(first: dict[str, Evaluation], shown: Sequence[str]) -> Made | None:
+    """Which classes are mistaken for which, by some of the methods, on test inputs of one class each."""
+    figures = []
+    for name in dict.fromkeys(shown):
+        target, said = (first[name].arrays.get(f"test/{key}") for key in ("target", "prediction"))
+        if first[name].kind == "classification" and target is not None and said is not None:
+            classes = [each for each in first[name].notes.get("classes", "").split("\n") if each]
+            count = max(len(classes), int(max(target.max(), said.max())) + 1)
+            counts = np.zeros((count, count), dtype=int)
+            np.add.at(counts, (target.long().numpy(), said.long().numpy()), 1)
+            figure = charts.confusion_figure(counts, classes or list(map(str, range(count))), title=name)
+            figures.append((f"Confusion matrix of {name}", figure))
+    text = (
+        "Rows are true classes, columns predicted ones; numbers count test inputs. Darker: a larger share of its class."
+    )
+    return ("Which classes are confused?", text, figures) if figures else None
 
 
 def _values_by_epoch(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.bench.report import figure_sections
-from dissensus.bench.report.figure_sections import Made
+from dissensus.bench.report.figure_sections import OVER_EPOCHS, Made
+from dissensus.bench.report.recommendation import featured_methods
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
-from dissensus.bench.report.tables import MeasureDraws, measures_and_draws, score_pair
+from dissensus.bench.report.tables import MeasureDraws, Table, measures_and_draws, score_pair
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.evaluation.loader_predictions import GROUPS
@@ -102,35 +103,39 @@ def _level_line(left: float, right: float, height: float) -> Curve:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures that belong together, with a text that explains how to read them."""
+    """Figures, or tables by name, that belong together; text: how to read them, "" if the templates have it."""
 
     title: str
     text: str
     figures: list[tuple[str, Figure]]  # with its description
     first_seed: bool = False  # whether only the first of several seeds is drawn
     wide: bool = False  # whether a figure spans the page
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
 
-def sections(results: Results) -> list[Section]:
-    """All figures for which the evaluations have arrays, most of them of the first seed."""
+def sections(results: Results, featured: Sequence[str] = ()) -> list[Section]:
+    """All figures for which the evaluations have arrays, most of them of the first seed; some show `featured` methods only."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = charts.colours(list(first))
     made: list[tuple[Made | None, dict[str, Any]]] = [
         (figure_sections.prediction_section(first, palette), {"first_seed": True, "wide": True}),
         (figure_sections.segmentation_section(first), {"first_seed": True, "wide": True}),
         (figure_sections.sweep_section(results, palette), {"wide": True}),
-        (figure_sections.learning_section(results, palette), {"wide": True}),
-        (figure_sections.distance_section(results, palette), {"wide": True}),
+        *((figure_sections.epoch_section(results, palette, each), {"wide": True}) for each in OVER_EPOCHS),
+        (figure_sections.confusion_section(first, featured or list(first)[:2]), {"first_seed": True}),
         (_calibration_section(first, palette), {"first_seed": True}),
         (_coverage_section(first, palette), {"first_seed": True}),
         (_foreign_section(first, palette), {"first_seed": True}),
-        (_selective_section(first, palette), {"first_seed": True}),
+        (_selective_section(first, palette, featured), {"first_seed": True}),
         (guarantee_section(results, palette), {}),
         (_corrupted_section(results, palette), {}),
         (figure_sections.implicit_section(first), {"first_seed": True}),
         (figure_sections.attack_section(results, palette), {"wide": True}),
     ]
     return [Section(*section, **how) for section, how in made if section is not None and section[2]]
+
+
+LABELLED = 4  # most named curves of risk and coverage
 
 
 def slug(text: str) -> str:
@@ -140,8 +145,11 @@ def slug(text: str) -> str:
 
 def write_figures(results: Results, folder: Path) -> list[Path]:
     """Writes every figure of a report as PDF and SVG, numbered and named after what it shows; returns the paths."""
-    cost, written = cost_section(results, measures_and_draws(results)[1]), []
-    shown = [each for section in ([cost] if cost else []) + sections(results) for each in section.figures]
+    results = results.with_class_names()
+    draws, written = measures_and_draws(results)[1], []
+    cost = cost_section(results, draws)
+    every = ([cost] if cost else []) + sections(results, featured_methods(results, draws))
+    shown = [each for section in every for each in section.figures]
     for i, (name, figure) in enumerate(shown, start=1):
         for kind, date in (("pdf", "CreationDate"), ("svg", "Date")):
             buffer, path = io.BytesIO(), folder / f"{i:02}-{slug(name)}.{kind}"
@@ -232,7 +240,7 @@ def _foreign_section(first: dict[str, Evaluation], palette: Palette) -> Made | N
     return "Does it notice foreign inputs?", text, figures
 
 
-def _selective_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
+def _selective_section(first: dict[str, Evaluation], palette: Palette, featured: Sequence[str]) -> Made | None:
     curves = {
         name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
         for name, e in first.items()
@@ -242,9 +250,15 @@ def _selective_section(first: dict[str, Evaluation], palette: Palette) -> Made |
     risk = "errors among answered" if classes else "mean squared error"
     figures = []
     if curves:
-        figure = charts.risk_coverage_figure(curves, risk=risk, percent=classes, palette=palette)
-        figures.append(("Risk and coverage of each method", figure))
+        lowest = sorted(curves, key=lambda name: float(curves[name][1].mean()))
+        labelled = list(dict.fromkeys([*featured, *lowest]))[:LABELLED]
+        about: dict[str, Any] = {"risk": risk, "percent": classes, "palette": palette, "labelled": labelled}
+        figures.append(("Risk and coverage of each method", charts.risk_coverage_figure(curves, **about)))
     text = "The error among answered inputs if only the most certain ones are answered and the others are refused."
+    if len(curves) > LABELLED:
+        text += (
+            " Named: the method to take, the baseline, and those with the lowest mean error (AURC); grey: all others."
+        )
     return "How does refusing uncertain inputs help?", text, figures
 
 

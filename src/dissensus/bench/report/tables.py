@@ -90,7 +90,8 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
     rows = []
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
-        if len({measure.text(one.estimate) for one in rivals[measure.key].values()}) == 1:
+        half = row_precision(each)
+        if len({measure.text(one.estimate, half) for one in rivals[measure.key].values()}) == 1:
             first = None  # all shown values are equal: nothing to mark
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
@@ -101,9 +102,9 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
         )
         marked = rivals[measure.key].keys() if first else ()
         cells = [
-            _cell(measure, each[name], each[first or name], against.p_values.get((measure.key, name)), clear=clear)
+            _cell(each[name], half, each[first or name], against.p_values.get((measure.key, name)), clear=clear)
             if name in marked
-            else _cell(measure, each[name], None, None)
+            else _cell(each[name], half, None, None)
             if name in each
             else Cell("1" if measure.key == "members/count" else "–")  # a single network has no members
             for name in results.methods
@@ -149,8 +150,11 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             better = better and pair[1] not in results.near_chance
             noticed = better and not measure.is_negligible(comparison.first, comparison.second)
             clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
-            text = signed_text(measure, comparison.difference)
-            ends = f"{signed_text(measure, lower)} to {signed_text(measure, upper)}"
+            half, shown = (interval.upper - interval.lower) / 2, interval._replace(lower=lower, upper=upper)
+            text, ends = (
+                measure.text(interval.estimate, half, signed=True),
+                measure.interval_text(shown, half, signed=True),
+            )
             cells.append(Cell(text=text, interval=ends, best=clear, clear=clear, note=p_text(p_value)))
         rows.append(measure_row(measure, cells))
     return _noted_table(results, others, rows)
@@ -257,6 +261,11 @@ def best_method(measure: Measure, draws: dict[str, ResampledMeasure]) -> str | N
     return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
 
 
+def row_precision(draws: Mapping[str, ResampledMeasure]) -> float | None:
+    """The smallest half-width of a row's intervals, by which all its numbers are rounded; None without intervals."""
+    return min((half for each in draws.values() if (half := each.half_width)), default=None)
+
+
 def measure_row(measure: Measure, cells: list[Cell]) -> Row:
     return Row(measure.label, measure.unit, direction_arrow(measure), cells, measure.group)
 
@@ -265,11 +274,6 @@ def direction_arrow(measure: Measure) -> str:
     if isinstance(measure.best, float):
         return f"→ {measure.text(measure.best)}"
     return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
-
-
-def signed_text(measure: Measure, value: float) -> str:
-    text = measure.text(value)
-    return (f"+{text}" if value > 0 else text).replace("-", "−")
 
 
 def p_text(p_value: float) -> str:
@@ -297,16 +301,20 @@ def _noted_table(results: Results, names: Sequence[str], rows: list[Row]) -> Tab
 
 
 def _cell(
-    measure: Measure, mine: ResampledMeasure, best: ResampledMeasure | None, p_value: float | None, clear: bool = False
+    mine: ResampledMeasure,
+    half: float | None,
+    best: ResampledMeasure | None,
+    p_value: float | None,
+    clear: bool = False,
 ) -> Cell:
     """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
-    interval = mine.interval()
+    measure, interval, text = mine.measure, mine.interval(), mine.measure.text(mine.estimate, half)
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
-    marked = is_best or (best is not None and measure.text(mine.estimate) == measure.text(best.estimate))
+    marked = is_best or (best is not None and text == measure.text(best.estimate, half))
     p_value = None if is_best else p_value
     return Cell(
-        text=measure.text(mine.estimate),
-        interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
+        text=text,
+        interval="" if interval is None or half is None else measure.interval_text(interval, half),
         best=marked,
         clear=is_best and clear,
         equal=not marked and p_value is not None and p_value >= SIGNIFICANT,

@@ -28,7 +28,7 @@ from dissensus.evaluation.evaluate import (
     checked_score,
     evaluate_predictions,
     metric_functions,
-    parameter_count,
+    storage_cost,
     precision_note,
 )
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
@@ -60,7 +60,7 @@ def evaluation_of_run(
         for each in (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
     )
     about: dict[str, Any] = {"corrupted": corrupted, "temperature": float(posterior.temperature)}
-    about["parameters"] = parameter_count(posterior)
+    about["storage"] = storage_cost(posterior)
     if kind == "segmentation":
         parts = {split: prediction_splits.read_measured(splits.pop(split)) for split in [*splits]}
         score = checked_score(config.evaluation.get("score"), kind, 2)
