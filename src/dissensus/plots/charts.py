@@ -166,18 +166,13 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, 
 
 
 def risk_coverage_figure(
-    curves: Mapping[str, tuple[Array, Array]],
-    *,
-    risk: str,
-    percent: bool,
-    palette: Palette,
-    labelled: Sequence[str] | None = None,
+    curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Palette, labelled: Sequence[str]
 ) -> Figure:
-    """Draws the risk of the most certain inputs against their share; methods that are not `labelled` (None: all) in grey."""
-    named = [name for name in curves if labelled is None or name in labelled]
+    """Draws the risk of the most certain inputs against their share; methods that are not `labelled` are grey."""
+    faint = {"color": PALETTE[8], "alpha": 0.55, "linewidth": 0.9}
     drawn = [
-        Curve(*_thin_curve(*each), f"_{name}", {"color": palette[name]} if name in named else FAINT)
-        for name, each in sorted(curves.items(), key=lambda item: item[0] in named)
+        Curve(*_thin_curve(*each), f"_{name}", {"color": palette[name]} if name in labelled else faint)
+        for name, each in sorted(curves.items(), key=lambda item: item[0] in labelled)
     ]
     highest = max(np.max(curve.y[curve.x >= 0.2], initial=0) for curve in drawn)  # the first few inputs say little
     start = min(float(curve.x[np.argmax(curve.y > 0.02 * highest)]) for curve in drawn)  # no risk before it
@@ -185,25 +180,19 @@ def risk_coverage_figure(
     limits = {"xlim": (math.floor(10 * start) / 10 if start < 1 else 0, 1), "ylim": (0, 1.05 * highest or 1)}
     figure = curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
     if len(curves) > 1:
-        ends = {short_name(name, 18): (float(np.asarray(curves[name][1])[-1]), palette[name]) for name in named}
-        _label_ends(figure.axes[0], ends)
+        ends = {name: float(np.asarray(curves[name][1])[-1]) for name in labelled}
+        _label_ends(figure.axes[0], ends, palette)
     return figure
 
 
-FAINT = {"color": "#8f959e", "alpha": 0.55, "linewidth": 0.9}
-
-
-def _label_ends(axes: Any, ends: Mapping[str, tuple[float, str]]) -> None:
+def _label_ends(axes: Any, ends: Mapping[str, float], palette: Palette) -> None:
     """Writes names right of the axes at these heights, in their colours, moved apart where they would overlap."""
-    axes.figure.subplots_adjust(right=0.7)
-    bottom, top = axes.get_ylim()
-    least, height = 0.065 * (top - bottom), -math.inf
-    for name, (end, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
-        height = max(end, height + least)
-        axes.annotate(
-            name, (1, end), (1.03, (height - bottom) / (top - bottom)), textcoords="axes fraction", va="center", color=colour,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7},
-        )  # fmt: skip
+    axes.figure.subplots_adjust(right=0.68)
+    (bottom, top), height = axes.get_ylim(), -math.inf
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        height, line = max((end - bottom) / (top - bottom), height + 0.07), {"arrowstyle": "-", "color": palette[name]}
+        place: dict[str, Any] = {"xytext": (1.04, height), "textcoords": "axes fraction", "va": "center"}
+        axes.annotate(short_name(name, 18), (1, end), **place, color=palette[name], arrowprops=line)
 
 
 def confusion_figure(counts: Array, classes: Sequence[str], *, title: str) -> Figure:

@@ -81,7 +81,8 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
         classes = evaluation.kind != "regression"
         curve = (arrays["risk_coverage/coverage"], arrays["risk_coverage/risk"])
         risk = "errors among answered" if classes else "mean squared error"
-        return charts.risk_coverage_figure({"risk": curve}, risk=risk, percent=classes, palette={"risk": colour})
+        about: dict[str, Any] = {"risk": risk, "percent": classes, "palette": {"": colour}, "labelled": [""]}
+        return charts.risk_coverage_figure({"": curve}, **about)
     if kind == "ood":
         found = ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
         title = f"AUROC: {found}"

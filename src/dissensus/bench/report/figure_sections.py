@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -14,74 +15,21 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.plots import charts, segmentation_maps
 from dissensus.plots.charts import INK, Array, Curve, Palette, Panel, curve_figure, marker_style, short_name
 
-
-class OverEpochs(NamedTuple):
-    """A section of curves over epochs."""
-
-    title: str
-    text: str
-    panels: dict[str, str]  # name of an array -> title of its panel
-    percent: bool = False
-
-
-SEEDS = "Means over seeds; bands span the lowest to the highest seed."
-OVER_EPOCHS = {  # prefix of the arrays -> its section
-    "training": OverEpochs(
-        "How training went",
-        f"{SEEDS} Methods add different terms to their loss: compare the shapes of losses, not their heights. A curve that still "
-        "falls steeply at its end asks for more epochs.",
-        {"loss": "training loss", "validation": "NLL of validation rows (nats)"},
-    ),
-    "curves": OverEpochs(
-        "What is learned, over training",
-        f"Measured on up to 1,000 rows of each kind. {SEEDS}",
-        {
-            "train/accuracy": "training rows, labels as given",
-            "test/accuracy": "test rows",
-            "noise/memorised": "wrong labels: as labelled",
-            "noise/recovered": "wrong labels: answered truly",
-        },
-        percent=True,
-    ),
-    "distances": OverEpochs(
-        "How members differ, over training",
-        "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and the angle "
-        f"between their input gradients (of the true class's logit, or of the mean). {SEEDS}",
-        {
-            "weight": "distance of weights",
-            "function": "distance of outputs (rms)",
-            "gradient": "angle of input gradients (rad)",
-            "effective": "effective members",
-        },
-    ),
-}
-
-
+OVER_EPOCHS = {  # prefix of arrays -> title of its section, and array -> title of its panel
+    "training": ("How training went", {"loss": "training loss", "validation": "NLL of validation rows (nats)"}),
+    "curves": ("What is learned, over training", {
+        "train/accuracy": "training rows, labels as given", "test/accuracy": "test rows",
+        "noise/memorised": "wrong labels: as labelled", "noise/recovered": "wrong labels: answered truly",
+    }),
+    "distances": ("How members differ, over training", {
+        "weight": "distance of weights", "function": "distance of outputs (rms)",
+        "gradient": "angle of input gradients (rad)", "effective": "effective members",
+    }),
+}  # fmt: skip
 UNDER_ATTACK = {
-    "accuracy": "Accuracy",
-    "nll": "NLL (nats)",
-    "ece": "ECE",
-    "entropy": "Entropy (nats)",
+    "accuracy": "Accuracy", "nll": "NLL (nats)", "ece": "ECE", "entropy": "Entropy (nats)",
     "mutual_information": "Mutual information (nats)",
-}
-
-
-def attack_figure(epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Palette, title: str) -> Figure:
-    """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
-    panels = []
-    for metric, methods in drawn.items():
-        looks = {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(methods)}
-        curves = [Curve(epsilons, values, short_name(name), looks[name]) for name, values in methods.items()]
-        percent = "y" * (metric in ("accuracy", "ece"))
-        panels.append(Panel(curves, {"xlabel": "ε", "title": UNDER_ATTACK[metric]}, percent=percent))
-    figure = curve_figure(panels, size=(13.0, 2.8))
-    figure.axes[0].set_ylabel(title)
-    for axes in figure.axes:
-        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    return figure
-
-
+}  # fmt: skip
 Interval = tuple[float, float, float]  # estimate, lower, upper
 # title -> measure -> method -> value of the setting
 OverValues = dict[str, dict[Measure, dict[str, dict[float, Interval]]]]
@@ -121,12 +69,12 @@ MethodCurves = Mapping[str, Mapping[str, tuple[Array, Array]]]  # quantity -> me
 
 def epoch_figure(rows: Mapping[str, MethodCurves], prefix: str, *, palette: Palette) -> Figure:
     """Curves over epochs, means over seeds and their range: one row of panels per title, one panel per quantity."""
-    about, panels = OVER_EPOCHS[prefix], []
-    names = [name for name in about.panels if any(name in several for several in rows.values())]
+    titles, panels = OVER_EPOCHS[prefix][1], []
+    names = [name for name in titles if any(name in several for several in rows.values())]
     for title, several in rows.items():
         for column, name in enumerate(names):
             methods = several.get(name, {})
-            axes: dict[str, Any] = {"xlabel": "epochs", "ylabel": "" if column else title, "title": about.panels[name]}
+            axes: dict[str, Any] = {"xlabel": "epochs", "ylabel": "" if column else title, "title": titles[name]}
             if prefix == "training" and all((values > 0).all() for _, values in methods.values()):
                 axes["yscale"] = "log"
             drawn = [
@@ -135,7 +83,8 @@ def epoch_figure(rows: Mapping[str, MethodCurves], prefix: str, *, palette: Pale
                 )
                 for each, (epochs, values) in methods.items()
             ]
-            panels.append(Panel(drawn, axes | ({"ylim": (0, 1)} if about.percent else {}), percent="y" * about.percent))
+            share = prefix == "curves"
+            panels.append(Panel(drawn, axes | ({"ylim": (0, 1)} if share else {}), percent="y" * share))
     figure = curve_figure(panels, size=(max(3.3 * len(names), 9.2), 2.7 * len(rows)), rows=len(rows))
     for axes_of_panel in figure.axes:
         axes_of_panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -185,7 +134,7 @@ def sweep_figure(
     return figure
 
 
-Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (description, figure)
+Made = tuple[str, list[tuple[str, Figure]]]  # title, (description, figure); the templates say how to read them
 
 
 def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
@@ -200,14 +149,12 @@ def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made |
         squares = {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()}
         window, largest = plane_limits(some["grid/positions"]), math.log(max(len(classes), 2))
         figure = charts.entropy_maps(squares, window=window, largest=largest, seen=(seen, targets))
-        text = "Entropy of the mean prediction, from certain (dark) to uncertain (light); dots are training inputs."
-        return "Where is it certain?", text, [("Entropy over the plane, method by method", figure)]
+        return "Where is it certain?", [("Entropy over the plane, method by method", figure)]
     keys = ("grid/mean", "grid/sd", "grid/members")
     bands = {name: charts.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
     dots = (seen[:, 0], targets[:, 0])
     figure = charts.band_figure(positions[:, 0], bands, seen=dots, palette=palette)
-    text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
-    return "Where is it certain?", text, [("Predictions along the line, method by method", figure)]
+    return "Where is it certain?", [("Predictions along the line, method by method", figure)]
 
 
 def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
@@ -226,34 +173,30 @@ def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
         }
         figure = segmentation_maps.scene_figure(image.movedim(0, -1).numpy(), truth.numpy(), said, classes=classes)
         figures.append((f"Test image {i + 1}: truth, predictions, confidence and mutual information", figure))
-    text = (
-        "Test images, the truth, and every method's prediction: the class of each pixel, its probability, and the mutual "
-        "information, which measures how far members disagree (0 for a single network). Unknown classes were ignored in "
-        "training; the frame marks the place with most of their pixels."
-    )
-    return "Where in the image is it certain?", text, figures
+    return "Where in the image is it certain?", figures
 
 
 def attack_section(results: Results, palette: Palette) -> Made | None:
-    """The effect of every attack on every method as ε grows, mean over seeds."""
-    figures = []
+    """The effect of every attack on every method as ε grows, mean over seeds: one panel per metric of UNDER_ATTACK."""
+    figures, looks = [], {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(results.methods)}
     for attack, title in ATTACKED.items():
         if known := results.methods_with(f"attack/{attack}/accuracy"):
-            epsilons = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy()
-            drawn = {
-                metric: {
+            epsilons, panels = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy(), []
+            for metric, label in UNDER_ATTACK.items():
+                means = {
                     name: np.mean([each.arrays[f"attack/{attack}/{metric}"].numpy() for each in several], axis=0)
                     for name, several in known.items()
                 }
-                for metric in UNDER_ATTACK
-            }
-            figure = attack_figure(epsilons, drawn, palette=palette, title=title)
+                curves = [Curve(epsilons, mean, short_name(name), looks[name]) for name, mean in means.items()]
+                percent = "y" * (metric in ("accuracy", "ece"))
+                panels.append(Panel(curves, {"xlabel": "ε", "title": label}, percent=percent))
+            figure = curve_figure(panels, size=(13.0, 2.8))
+            figure.axes[0].set_ylabel(title)
+            for axes in figure.axes:
+                axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+                axes.yaxis.set_major_locator(MaxNLocator(5))
             figures.append((f"Test inputs {title}", figure))
-    text = (
-        "Test inputs are changed within a radius ε to make the averaged prediction wrong; ε = 0 is the unchanged inputs. "
-        "Entropy and mutual information should rise where accuracy falls."
-    )
-    return ("What happens on attacked inputs?", text, figures) if figures else None
+    return ("What happens on attacked inputs?", figures) if figures else None
 
 
 def implicit_section(first: dict[str, Evaluation]) -> Made | None:
@@ -272,18 +215,12 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
             before, after, largest=largest, title=f"{name}: {moved:.1f} %, {explained:.0f} % explained"
         )
         figures.append((f"Implicit corruptions of {name}", figure))
-    text = (
-        "A drawn function predicts for an image what the mean of all functions predicts for a changed image. Shown are a test "
-        "image (left), its changed image for some of the functions, and below it the change (red: brighter, blue: darker; one "
-        "scale for all methods). The title gives, over all images examined, the root mean square change of a pixel in percent "
-        "of its range, and the share of a function's deviation from the mean that the change explains."
-    )
-    return ("The noise as a change of the image", text, figures) if figures else None
+    return ("The noise as a change of the image", figures) if figures else None
 
 
 def epoch_data(results: Results, prefix: str) -> MethodCurves:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix].panels}
+    known = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix][1]}
     return {
         name: {method: _values_by_epoch(several, prefix, name) for method, several in methods.items()}
         for name, methods in known.items()
@@ -295,26 +232,23 @@ def epoch_section(results: Results, palette: Palette, prefix: str) -> Made | Non
     """One of OVER_EPOCHS, if it was recorded."""
     if not (found := epoch_data(results, prefix)):
         return None
-    title, text, *_ = OVER_EPOCHS[prefix]
-    return title, text, [(title, epoch_figure({"": found}, prefix, palette=palette))]
+    title = OVER_EPOCHS[prefix][0]
+    return title, [(title, epoch_figure({"": found}, prefix, palette=palette))]
 
 
 def confusion_section(first: dict[str, Evaluation], shown: Sequence[str]) -> Made | None:
-    """Which classes are mistaken for which, by some of the methods, on test inputs of one class each."""
+    """Which classes are mistaken for which, by some of the methods; only of inputs with one class each."""
     figures = []
-    for name in dict.fromkeys(shown):
-        target, said = (first[name].arrays.get(f"test/{key}") for key in ("target", "prediction"))
-        if first[name].kind == "classification" and target is not None and said is not None:
-            classes = [each for each in first[name].notes.get("classes", "").split("\n") if each]
-            count = max(len(classes), int(max(target.max(), said.max())) + 1)
-            counts = np.zeros((count, count), dtype=int)
-            np.add.at(counts, (target.long().numpy(), said.long().numpy()), 1)
-            figure = charts.confusion_figure(counts, classes or list(map(str, range(count))), title=name)
+    for name, (kind, arrays, notes) in {n: (first[n].kind, first[n].arrays, first[n].notes) for n in shown}.items():
+        if kind == "classification" and {"test/target", "test/prediction"} <= arrays.keys():
+            pairs = torch.stack([arrays["test/target"].long(), arrays["test/prediction"].long()])
+            classes = (
+                notes["classes"].split("\n") if notes.get("classes") else list(map(str, range(int(pairs.max()) + 1)))
+            )
+            counts = torch.bincount(pairs[0] * len(classes) + pairs[1], minlength=len(classes) ** 2)
+            figure = charts.confusion_figure(counts.reshape(len(classes), -1), classes, title=name)
             figures.append((f"Confusion matrix of {name}", figure))
-    text = (
-        "Rows are true classes, columns predicted ones; numbers count test inputs. Darker: a larger share of its class."
-    )
-    return ("Which classes are confused?", text, figures) if figures else None
+    return ("Which classes are confused?", figures) if figures else None
 
 
 def _values_by_epoch(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -337,8 +271,4 @@ def sweep_section(results: Results, palette: Palette) -> Made | None:
     }
     about = {"key": sweep.key, "label": sweep.base, "chosen": sweep.chosen}
     figure = sweep_figure(titles, sweep.values, **about, palette=palette)
-    text = (
-        f"Test accuracy of {sweep.base} over {sweep.key}. The circle marks the value chosen by accuracy on validation images "
-        "under other corruptions; no test image was used. Dashed lines are methods without this setting."
-    )
-    return f"Accuracy over {sweep.key}", text, [(f"Test accuracy over {sweep.key}", figure)]
+    return f"Accuracy over {sweep.key}", [(f"Test accuracy over {sweep.key}", figure)]

@@ -13,9 +13,9 @@ from dissensus.bench.report import prose, report_figures, tables
 from dissensus.bench.report.comparisons import LEVEL, Family
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.published_numbers import reference_sentences, reference_table
-from dissensus.bench.report.recommendation import featured_methods, recommend, summary_table
+from dissensus.bench.report.recommendation import recommend
 from dissensus.bench.report.report_figures import Section
-from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
+from dissensus.bench.report.results import CONTROL, Results, csv_text, sweep_of, table_text
 from dissensus.storage.atomic_files import write_text
 from dissensus.utils.progress import is_reporting_process
 
@@ -27,10 +27,6 @@ MEASURES = (  # of each corruption (the first two) and of each attack
     Measure("ece", "ECE, %", "", "low", 100, 2),
     Measure("entropy", "Entropy, nats", "", None, 1, 3),
     Measure("mutual_information", "Mutual information, nats", "", None, 1, 3),
-)
-DETAILED = (  # title, function that makes a table, measures
-    ("By type of corruption", tables.corruption_table, MEASURES[:2]),
-    ("By attack and radius", tables.attack_table, MEASURES),
 )
 
 
@@ -59,74 +55,51 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     """The variables of the templates."""
     results = results.with_class_names()
     found, draws = tables.measures_and_draws(results)
-    baseline = results.baseline or next(iter(results.methods))
-    advice = recommend(results, draws, baseline)
+    advice, baseline = recommend(results, draws), results.baseline or next(iter(results.methods))
     family = tables.compare_with_baseline(results, found, draws, baseline)
     against = family if family.comparisons else None
     alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
-    drawn = report_figures.sections(results, featured_methods(results, draws)) if with_figures else []
+    drawn = report_figures.sections(results, advice.featured) if with_figures else []
     return {
+        "results": results,
         "title": results.title,
-        "description": results.description,
-        "banner": prose.SMOKE if any(each.get("size") == "smoke" for each, _ in results.iterate_evaluations()) else "",
+        "baseline": baseline,
+        "first": next(iter(results.methods.values()))[0],
+        "smoke": any(each.get("size") == "smoke" for each, _ in results.iterate_evaluations()),
         "advice": advice,
-        "summary": summary_table(results, draws, baseline, advice.method) if advice and advice.sentences else None,
         "headline": prose.headline(results, draws),
         "cautions": prose.cautions(results, draws),
         "claims": prose.question_sentences(results) if alike else [],
         "against_cost": report_figures.cost_section(results, draws) if with_figures else None,
-        "chapters": [*_table_sections(results, found, draws, against, baseline, alike=alike), *drawn],
-        "pictures": _pictures(results) if with_figures else {},
-        "baseline": baseline,
-        "score": next(iter(results.methods.values()))[0].score,
-        "reference_source": results.reference.get("source", "published numbers"),
+        "chapters": [*_table_sections(results, found, draws, against, baseline), *drawn],
         "reference_says": reference_sentences(results, found),
-        "facts": results.facts,
-        "seeds": max(len(several) for several in results.methods.values()),
-        "counting": _counting_sentence(results),
+        "pictures": _pictures(results) if with_figures else {},
+        "seed_counts": [len(several) for several in results.methods.values()],
         "comparing": comparison_sentence(results, against),
+        "sweep": sweep_of(results),
         "shown_names": {name for measure in found for name in (measure.label, measure.group)},
     }
 
 
 def _table_sections(
-    results: Results,
-    found: list[Measure],
-    draws: tables.MeasureDraws,
-    against: Family | None,
-    baseline: str,
-    *,
-    alike: bool,
+    results: Results, found: list[Measure], draws: tables.MeasureDraws, against: Family | None, baseline: str
 ) -> list[Section]:
-    """The sections of tables, in order; `alike`: whether all methods were tested on the same examples."""
+    """The sections of tables, in order."""
     made = {
         "Results": tables.main_table(results, found, draws),
         f"Differences to {baseline}": against and tables.difference_table(results, found, against, baseline),
         "Beside published numbers": reference_table(results, found),
     }
-    if not results.metrics:
-        made["Mixtures and their members"] = tables.member_table(results)
-        made["How far members are apart"] = tables.distance_table(results)
-        made["AUROC by score"] = tables.score_table(results)
-    several = {title: {"": table} for title, table in made.items() if table is not None}
-    for title, make, of in DETAILED if not results.metrics else ():
-        each = {m.label: make(results, m.key, m, marked=alike and m.best is not None) for m in of}
-        several[title] = {label: table for label, table in each.items() if table is not None}
-    return [Section(title, "", [], tables=named) for title, named in several.items() if named]
-
-
-def _counting_sentence(results: Results) -> str:
-    """A sentence on what intervals and p-values count."""
-    counts = sorted({len(several) for several in results.methods.values()})
-    adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
-    if counts == [1]:
-        only = "Intervals and p-values reflect test-set size only; run more seeds to include training variation."
-        return f"{only}{adjusted}"
-    several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
-    few = " With so few seeds, intervals are wide." if counts[0] < 4 else ""
-    alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
-    text = f"Intervals and p-values count test examples and {several}."
-    return f"{text}{few}{alone}{adjusted}"
+    if results.metrics:
+        return [Section(title, tables={"": table}) for title, table in made.items() if table]
+    made["Mixtures and their members"] = tables.member_table(results)
+    made["How far members are apart"] = tables.distance_table(results)
+    made["AUROC by score"] = tables.score_table(results)
+    several = {title: {"": table} for title, table in made.items()}
+    several["By type of corruption"] = {m.label: tables.corruption_table(results, m) for m in MEASURES[:2]}
+    several["By attack and radius"] = {m.label: tables.attack_table(results, m) for m in MEASURES}
+    known = {title: {label: t for label, t in named.items() if t} for title, named in several.items()}
+    return [Section(title, tables=named) for title, named in known.items() if named]
 
 
 def comparison_sentence(results: Results, against: Family | None) -> str:

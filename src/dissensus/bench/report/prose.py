@@ -75,7 +75,6 @@ def _join_words(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
 FEW = 30, 10  # fewest examples of one sample, and of each of two samples
 
 

@@ -164,7 +164,6 @@ def _chance_text(ordering: Ordering, judged: Family) -> str:
     interval, p_value = comparison.interval(judged.level), judged.p_values[ordering.key]
     half = (interval.upper - interval.lower) / 2
     verdict = "beyond chance" if p_value < SIGNIFICANT else "within chance"
-    return (
-        f"difference {measure.text(interval.estimate, half, signed=True)}, {measure.interval_text(interval, half, signed=True)}, "
-        f"{verdict}, paired test, {p_text(p_value)}; counts {comparison.counted_text}"
-    )
+    text = f"difference {measure.text(interval.estimate, half, signed=True)}, "
+    text += f"{measure.interval_text(interval, half, signed=True)}, {verdict}, paired test, {p_text(p_value)}"
+    return f"{text}; counts {comparison.counted_text}"

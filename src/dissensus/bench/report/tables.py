@@ -172,8 +172,8 @@ def distance_table(results: Results) -> Table | None:
     return _mean_table(results, known, distance_measures())
 
 
-def _mean_table(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
-    """Means over seeds for some methods, one row per measure."""
+def _mean_table(results: Results, methods: Mapping[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
+    """Means over seeds for some methods, one row per measure; None without rows or methods."""
     rows = []
     for measure in {each.key: each for each in found}.values():
         known = [all_have_metric(measure.key, several) for several in methods.values()]
@@ -182,39 +182,25 @@ def _mean_table(results: Results, methods: dict[str, list[Evaluation]], found: S
             for several, there in zip(methods.values(), known, strict=True)
         ]
         rows.append(Row(measure.label, measure.unit, "", cells))
-    return method_table(results, list(methods), rows) if methods else None
+    return method_table(results, list(methods), rows) if methods and rows else None
 
 
-def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
-    """A metric for every type of corruption, averaged over severities and seeds; `marked`: marks the best."""
-    first = next(iter(results.methods.values()))[0]
-    keys = {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}
-    return _detail_table(results, keys, measure, marked=marked)
+def corruption_table(results: Results, measure: Measure) -> Table | None:
+    """A measure for every type of corruption, averaged over severities and seeds."""
+    kinds = next(iter(results.methods.values()))[0].corruptions
+    return _mean_table(results, results.methods, [_renamed(measure, f"corrupt/{kind}", kind) for kind in kinds])
 
 
-def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
-    """A metric for every attack at every ε, averaged over seeds."""
+def attack_table(results: Results, measure: Measure) -> Table | None:
+    """A measure for every attack at every ε, averaged over seeds."""
     keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
-    split = [key.split("/") for key in keys if key.startswith("attack/")]
-    rows = {f"{each[1]}, ε = {each[2]}": "/".join(each) for each in split if len(each) == 4 and each[3] == metric}
-    return _detail_table(results, rows, measure, marked=marked)
+    split = [key.split("/") for key in keys if key.startswith("attack/") and key.endswith(f"/{measure.key}")]
+    found = [_renamed(measure, "/".join(each[:3]), f"{each[1]}, ε = {each[2]}") for each in split if len(each) == 4]
+    return _mean_table(results, results.methods, found)
 
 
-def _detail_table(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
-    """One row per label with the numbers of its key, averaged over seeds; None without rows."""
-    rows = []
-    for label, key in keys.items():
-        values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have_metric(key, each)}
-        rivals = [value for name, value in values.items() if name not in results.near_chance]
-        best = measure.text(max(rivals, key=measure.goodness)) if marked and len(rivals) > 1 else None
-        cells = [
-            Cell(text := measure.text(values[n]), best=text == best and n not in results.near_chance)
-            if n in values
-            else Cell("–")
-            for n in results.methods
-        ]
-        rows.append(Row(label.replace("_", " "), "", "", cells))
-    return method_table(results, list(results.methods), rows) if rows else None
+def _renamed(measure: Measure, prefix: str, label: str) -> Measure:
+    return replace(measure, key=f"{prefix}/{measure.key}", label=label.replace("_", " "))
 
 
 def score_table(results: Results) -> Table | None:

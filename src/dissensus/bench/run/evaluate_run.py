@@ -28,8 +28,8 @@ from dissensus.evaluation.evaluate import (
     checked_score,
     evaluate_predictions,
     metric_functions,
-    storage_cost,
     precision_note,
+    storage_cost,
 )
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import guarantee_details, guarantee_metrics, guarantee_outcomes
