@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.bench.report.measures import Measure, number_text, root_mean
+from dissensus.bench.report.measures import Measure, root_mean
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import MANY, ROUNDING, count_tables, last_before, student_quantile, student_tail
@@ -348,12 +348,10 @@ class Claim(NamedTuple):
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
-        half = None if math.isnan(self.lower) else scale * (self.upper - self.lower) / 2
-        shown = (self.value, self.lower, self.upper)
-        value, lower, upper = (number_text(scale * each, half, signed=True) for each in shown)
-        ends = "no interval: nothing varies" if half is None else f"{lower} … {upper}"
+        value, lower, upper = (f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper))
+        ends = "no interval: nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
-        return f"{value} ({ends}{alone})"
+        return f"{value} ({ends}{alone})".replace("-", "−")
 
     def p_value(self, near: float = 0.0) -> float:
         """p-value of "the true value is within ±near", from the interval, as if only seeds varied: never too small."""

@@ -166,7 +166,7 @@ def _corrupted_sentence(results: Results, each: dict[str, ResampledMeasure]) -> 
 
 def _sentence_method(each: dict[str, ResampledMeasure]) -> str | None:
     """The method of a sentence: the best, or the only one."""
-    return next(iter(each)) if len(each) == 1 else best_method(next(iter(each.values())).measure, each)
+    return next(iter(each)) if len(each) == 1 else best_method(each)
 
 
 def _with_unit(each: ResampledMeasure) -> str:

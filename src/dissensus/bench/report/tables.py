@@ -79,7 +79,7 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
     """Every measure of every method; the best is marked and all others, except those near chance, are compared with it."""
     rivals = without_methods(draws, results.near_chance)
-    best = {measure.key: best_method(measure, rivals[measure.key]) for measure in found}
+    best = {measure.key: best_method(rivals[measure.key]) for measure in found}
     compared: dict[tuple[str, ...], comparisons.MethodComparison | None] = {
         (key, name): comparisons.compare_methods(each, draws[key][str(best[key])])
         for key in best
@@ -240,11 +240,12 @@ def overlap_by_method(draws: dict[str, ResampledMeasure]) -> dict[str, Overlap]:
     return {name: comparisons.example_overlap(first, each) for name, each in draws.items()}
 
 
-def best_method(measure: Measure, draws: dict[str, ResampledMeasure]) -> str | None:
+def best_method(draws: dict[str, ResampledMeasure]) -> str | None:
     """The method with the best estimate; None if there is none, or if methods were tested on different examples."""
-    if measure.best is None or len(draws) < 2 or "own" in overlap_by_method(draws).values():
+    if len(draws) < 2 or "own" in overlap_by_method(draws).values():
         return None
-    return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
+    best = max(draws.values(), key=lambda each: each.measure.goodness(each.estimate))
+    return next(name for name, each in draws.items() if each is best) if best.measure.best is not None else None
 
 
 def row_precision(draws: Mapping[str, ResampledMeasure]) -> float | None:
