@@ -200,7 +200,7 @@ def confusion_figure(counts: Array, classes: Sequence[str], *, title: str) -> Fi
     counts = np.asarray(counts)
     # Square roots, so that one mistake in a hundred is seen; transparent without any, for light and dark pages.
     shade = 0.7 * np.sqrt(counts / np.maximum(counts.sum(1, keepdims=True), 1))
-    few, names = len(classes) <= 12, [short_name(each, 10) for each in classes]
+    few, names = len(classes) <= 12, [short_name(each, 8) for each in classes]
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure, axes = _figure(size=(WIDTH, 4.1))
         axes.imshow(np.dstack([np.broadcast_to(to_rgb(PALETTE[0]), (*counts.shape, 3)), shade]), aspect="auto")
@@ -208,8 +208,10 @@ def confusion_figure(counts: Array, classes: Sequence[str], *, title: str) -> Fi
         if few:
             for row, column in np.argwhere(counts):
                 axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=7.5)
-            axes.set_xticks(range(len(names)), names, rotation=30 * (max(map(len, names)) > 3))
+            long = max(map(len, names)) > 3
+            axes.set_xticks(range(len(names)), names, rotation=90 * long)
             axes.set_yticks(range(len(names)), names)
+            _set_margins(figure, below=0.5 * long)
     return figure
 
 

@@ -143,7 +143,9 @@ def test_the_page_has_all_its_parts(page):
         "Does it notice foreign inputs?", "How does refusing uncertain inputs help?", "What happens on corrupted inputs?",
         "The most and the least certain inputs", "What the numbers mean", "Provenance",
     )  # fmt: skip
-    contents = [link[1:] for link in found.links if link.startswith("#") and link[1:] in map(report_figures.slug, headings)]
+    contents = [
+        link[1:] for link in found.links if link.startswith("#") and link[1:] in map(report_figures.slug, headings)
+    ]
     assert contents == list(map(report_figures.slug, headings))  # the contents list, in the order of the page
     places = [found.text.index(heading, found.text.index("Rule")) for heading in headings]  # after the answer
     assert places == sorted(places)

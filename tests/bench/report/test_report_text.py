@@ -258,7 +258,8 @@ def test_a_sentence_says_where_an_ordering_is_not_as_published():
     )
     # differences 0.09 … 0.11: a standard error of 0.1 · 0.2 / √(12 · 99) = 0.00058
     assert re.search(
-        r"difference \+0.1000, \+0.098\d to \+0.101\d, beyond chance, paired test, p < 0.001; counts test examples", only
+        r"difference \+0.1000, \+0.098\d to \+0.101\d, beyond chance, paired test, p < 0.001; counts test examples",
+        only,
     )
 
 

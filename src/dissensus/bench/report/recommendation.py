@@ -31,8 +31,8 @@ def recommend(results: Results, draws: MeasureDraws) -> Recommendation:
     """
     each, baseline = draws["nll"], results.baseline or next(iter(results.methods))
     able = [name for name in each if name not in results.near_chance]
-    pairs = {(name,): comparisons.compare_methods(each[name], each[baseline]) for name in able if name != baseline}
-    family = comparisons.comparison_family(pairs, holm=True)
+    others, compare = [name for name in able if name != baseline], comparisons.compare_methods
+    family = comparisons.comparison_family({(name,): compare(each[name], each[baseline]) for name in others}, holm=True)
     if len(each) < 2:
         return Recommendation(None, [baseline])
     if not able:
