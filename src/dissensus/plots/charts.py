@@ -178,7 +178,8 @@ def risk_coverage_figure(
     start = min(float(curve.x[np.argmax(curve.y > 0.02 * highest)]) for curve in drawn)  # no risk before it
     axes = {"xlabel": "inputs answered, most certain first", "ylabel": risk, "title": "Risk and coverage"}
     limits = {"xlim": (math.floor(10 * start) / 10 if start < 1 else 0, 1), "ylim": (0, 1.05 * highest or 1)}
-    figure = curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
+    size = (8.6, 3.4) if len(curves) > 1 else (WIDTH, HEIGHT)
+    figure = curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")], size=size)
     if len(curves) > 1:
         ends = {name: float(np.asarray(curves[name][1])[-1]) for name in labelled}
         _label_ends(figure.axes[0], ends, palette)
@@ -187,12 +188,14 @@ def risk_coverage_figure(
 
 def _label_ends(axes: Any, ends: Mapping[str, float], palette: Palette) -> None:
     """Writes names right of the axes at these heights, in their colours, moved apart where they would overlap."""
-    axes.figure.subplots_adjust(right=0.68)
+    axes.figure.subplots_adjust(right=0.8)
     (bottom, top), height = axes.get_ylim(), -math.inf
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
-        height, line = max((end - bottom) / (top - bottom), height + 0.07), {"arrowstyle": "-", "color": palette[name]}
+        height, line = max((end - bottom) / (top - bottom), height + 0.07), {"arrowstyle": "-", "relpos": (0, 0.5)}
         place: dict[str, Any] = {"xytext": (1.04, height), "textcoords": "axes fraction", "va": "center"}
-        axes.annotate(short_name(name, 18), (1, end), **place, color=palette[name], arrowprops=line)
+        axes.annotate(
+            short_name(name, 18), (1, end), **place, color=palette[name], arrowprops=line | {"color": palette[name]}
+        )
 
 
 def confusion_figure(counts: Array, classes: Sequence[str], *, title: str) -> Figure:

@@ -121,7 +121,7 @@ def sections(results: Results, featured: Sequence[str] = ()) -> list[Section]:
         (_calibration_section(first, palette), {"first_seed": True}),
         (_coverage_section(first, palette), {"first_seed": True}),
         (_foreign_section(first, palette), {"first_seed": True}),
-        (_selective_section(first, palette, featured), {"first_seed": True}),
+        (_selective_section(first, palette, featured), {"first_seed": True, "wide": True}),
         (guarantee_section(results, palette), {}),
         (_corrupted_section(results, palette), {}),
         (figure_sections.implicit_section(first), {"first_seed": True}),
