@@ -181,8 +181,7 @@ def risk_coverage_figure(
     size = (8.6, 3.4) if len(curves) > 1 else (WIDTH, HEIGHT)
     figure = curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")], size=size)
     if len(curves) > 1:
-        ends = {name: float(np.asarray(curves[name][1])[-1]) for name in labelled}
-        _label_ends(figure.axes[0], ends, palette)
+        _label_ends(figure.axes[0], {name: float(curves[name][1][-1]) for name in labelled}, palette)
     return figure
 
 

@@ -231,7 +231,7 @@ def _selective_section(first: dict[str, Evaluation], palette: Palette, featured:
     figures = []
     if curves:
         lowest = sorted(curves, key=lambda name: float(curves[name][1].mean()))
-        labelled = list(dict.fromkeys([*featured, *lowest]))[:LABELLED]
+        labelled = [name for name in dict.fromkeys([*featured, *lowest]) if name in curves][:LABELLED]
         about: dict[str, Any] = {"risk": risk, "percent": classes, "palette": palette, "labelled": labelled}
         figures.append(("Risk and coverage of each method", charts.risk_coverage_figure(curves, **about)))
     return "How does refusing uncertain inputs help?", figures
