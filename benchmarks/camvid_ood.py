@@ -80,7 +80,7 @@ def main() -> None:
         if number == 0 and (
             made := segmentation_section({method: several[0] for method, several in results.methods.items()})
         ):
-            write_png(made[2][1][1], PICTURE)  # the second scene: the first is a dark street
+            write_png(made[1][1][1], PICTURE)  # the second scene: the first is a dark street
     write_rows(given.results / NUMBERS, numbers)
     write_rows(given.results / PAIRS, pairs)
 

@@ -118,9 +118,9 @@ def figures_of(results: Results, task: str) -> dict[str, Any]:
     palette = charts.colours(list(first))
     made = {
         task: figure_sections.prediction_section(first, palette) or figure_sections.sweep_section(results, palette),
-        f"{task}-distances": figure_sections.distance_section(results, palette),
+        f"{task}-distances": figure_sections.epoch_section(results, palette, "distances"),
     }
-    return {name: section[2][0][1] for name, section in made.items() if section is not None}
+    return {name: section[1][0][1] for name, section in made.items() if section is not None}
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def write_figures(results: Results, task: str, folder: Path) -> None:
         figure = charts.corruption_curves(severities, values, label=label, percent=key == "accuracy", palette=palette)
         write_png(figure, folder / f"{task}-{'error' if key == 'accuracy' else key}.png")
     made = figure_sections.implicit_section({name: several[0] for name, several in results.methods.items()})
-    for title, figure in made[2] if made else ():
+    for title, figure in made[1] if made else ():
         write_png(figure, folder / f"{task}-{title.rsplit(' ', 1)[1]}.png")
 
 

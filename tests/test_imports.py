@@ -95,7 +95,7 @@ FLOORS = {
         "cli",
     ],
     "bench/report": [
-        "results measures comparisons tables prose published_numbers",
+        "results measures comparisons tables prose published_numbers recommendation",
         "figure_sections report_figures",
         "html_report",
     ],

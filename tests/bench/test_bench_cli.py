@@ -69,7 +69,7 @@ def test_bench_prints_a_table_and_where_the_report_is(dissensus, tmp_path):
     assert code == 0
     assert "one seed: p-values count test examples only" in out
     report = (tmp_path / "here" / "report.md").read_text()
-    assert "Differences to deep_ensemble" in report
+    assert "Differences to DeepEnsemble" in report
     assert "(Holm)" in report
     assert "Accuracy" in out
     assert "here/report.html" in out

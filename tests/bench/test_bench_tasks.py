@@ -347,7 +347,7 @@ def test_a_task_calibrates_promises_and_reports_both(task, tmp_path):
     written = jobs.report_runs([str(run.folder) for run in made], tmp_path / "report")[1]
     page = next(path for path in written if str(path).endswith("report.html")).read_text()
     assert "conformal: 90 % coverage promised" in page
-    assert "Reliability diagram of map, calibrated" in page
+    assert "Reliability diagram of MAP, calibrated" in page
 
 
 def test_promises_alone_leave_the_best_temperature_to_be_found(task, tmp_path):

@@ -211,8 +211,14 @@ def maps(count: int) -> Figure:
 
 def distances(count: int) -> Figure:
     epochs = np.arange(0, 3001, 100)
-    curve = {name: (epochs, 1000.0 + i + np.exp(-epochs / 500)) for i, name in enumerate(NAMES[:count])}
-    return figure_sections.distance_figure(dict.fromkeys(figure_sections.SPACES, curve), palette=charts.colours(NAMES))
+    curve = {name: (epochs, 1000.0 + i + np.exp(-epochs / 500)[None]) for i, name in enumerate(NAMES[:count])}
+    rows = {"": dict.fromkeys(figure_sections.OVER_EPOCHS["distances"][1], curve)}
+    return figure_sections.epoch_figure(rows, "distances", palette=charts.colours(NAMES))
+
+
+def confusions(count: int) -> Figure:
+    counts = np.random.default_rng(0).integers(0, 200, (count, count))
+    return charts.confusion_figure(counts, [f"class {i}" for i in range(count)], title="NodeBNN")
 
 
 def sweep(seeds: int) -> Figure:
@@ -228,11 +234,18 @@ def sweep(seeds: int) -> Figure:
 FIGURES = {
     **{f"bands of {n}": (bands, n) for n in (1, 3, 6, 10, 11)}, **{f"maps of {n}": (maps, n) for n in (1, 3, 6, 10)},
     "distances of 6": (distances, 6), "distances of 11": (distances, 11), "sweep of one seed": (sweep, 1),
-    "sweep of three seeds": (sweep, 3),
+    "sweep of three seeds": (sweep, 3), "confusions of 12": (confusions, 12), "confusions of 50": (confusions, 50),
 }  # fmt: skip
 
 
-OFTEN = ["bands of 11", "maps of 1", "maps of 10", "distances of 11", "sweep of one seed"]  # the fewest and the most
+OFTEN = [
+    "bands of 11",
+    "maps of 1",
+    "maps of 10",
+    "distances of 11",
+    "sweep of one seed",
+    "confusions of 12",
+]  # the fewest and the most
 
 
 @pytest.mark.parametrize("name", often(OFTEN, [name for name in FIGURES if name not in OFTEN]))

@@ -175,9 +175,9 @@ def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell]
     shown = quality_rows(axes, measured)
     drawn = figure_sections.setting_figure(shown, label=first_axis.label, log=first_axis.log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=first_axis.label))}
-    learning = {cell_label(axes, each.cell): figure_sections.learning_data(each.results) for each in measured}
+    learning = {cell_label(axes, each.cell): figure_sections.epoch_data(each.results, "curves") for each in measured}
     if learned := {label: found for label, found in learning.items() if found}:
-        figures["curves.png"] = (figure_sections.learning_figure(learned, palette=palette), LEARNING)
+        figures["curves.png"] = (figure_sections.epoch_figure(learned, "curves", palette=palette), LEARNING)
     count = len(next(iter(first.methods.values())))
     results = [tables.main_table(*each[1:]) for each in measured]
     pairs = zip(measured, against, strict=True)

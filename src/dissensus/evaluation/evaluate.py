@@ -157,7 +157,7 @@ def _evaluate_rows(
         corrupted=None if corrupted is None else corrupted(),
         attacked=None if attacked is None else attacked(),
         score=score,
-        parameters=parameter_count(posterior),
+        storage=storage_cost(posterior),
         temperature=float(posterior.temperature),
         promises=dict(posterior.promises.items()),
     )
@@ -183,7 +183,7 @@ def evaluate_predictions(
     corrupted: CorruptedCounts | None,
     attacked: AttackedInputs | None = None,
     score: str,
-    parameters: int,
+    storage: Mapping[str, float],
     prevalence: float | None = None,
     temperature: float = 1.0,
     promises: Promises | None = None,
@@ -219,7 +219,7 @@ def evaluate_predictions(
     if attacked is not None:
         found, arrays = found | attacked.metrics(), arrays | attacked.arrays()
     clean = Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift))
-    return complete_evaluation(clean, corrupted, members, temperature, parameters, test.milliseconds)
+    return complete_evaluation(clean, corrupted, members, temperature, storage, test.milliseconds)
 
 
 def metric_functions(test: Predictions) -> MetricFunctions:
@@ -233,13 +233,13 @@ def complete_evaluation(
     corrupted: CorruptedCounts | None,
     members: Mapping[str, float],
     temperature: float,
-    parameters: int,
+    storage: Mapping[str, float],
     milliseconds: float,
 ) -> Evaluation:
     """Adds the parts common to all kinds of predictions: corrupted inputs, members, temperature and cost."""
     # A reader of the numbers must know the temperature.
     stated = {} if temperature == 1.0 else {"temperature": temperature}
-    cost = {"cost/parameters": float(parameters), "cost/predict_ms": milliseconds}
+    cost = {**storage, "cost/predict_ms": milliseconds}
     if corrupted is not None:
         numbers, arrays = found.metrics | corrupted.metrics(), found.arrays | corrupted.arrays()
         kinds: dict[str, Any] = {"corruptions": corrupted.types, "severities": corrupted.severities}
@@ -264,9 +264,11 @@ def check_attackable(kind: str) -> None:
         raise ValueError(f"expected a classification to attack, got a {kind}; pass attack=None")
 
 
-def parameter_count(posterior: Posterior) -> int:
-    """Number of parameters of all members together; frozen parameters count, because they cost memory."""
-    return sum(parameter.numel() for parameter in posterior.parameters())
+def storage_cost(posterior: Posterior) -> dict[str, float]:
+    """Number of parameters of all members together, frozen ones included, and megabytes of all that is stored."""
+    stored = sum(each.numel() * each.element_size() for each in chain(posterior.parameters(), posterior.buffers()))
+    count = sum(parameter.numel() for parameter in posterior.parameters())
+    return {"cost/parameters": float(count), "cost/memory_mb": stored / 1e6}
 
 
 def count_operations(posterior: Posterior, x: Inputs, *, raw: bool = True) -> tuple[int, int]:
@@ -347,5 +349,5 @@ def _evaluate_segmentation(
         }
     clean = Evaluation(kind, found, arrays, score, tuple(ood), tuple(shift))
     damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
-    temperature, parameters = float(functions.posterior.temperature), parameter_count(functions.posterior)
-    return complete_evaluation(clean, damaged, members, temperature, parameters, 1000 * sums.seconds / images)
+    temperature, storage = float(functions.posterior.temperature), storage_cost(functions.posterior)
+    return complete_evaluation(clean, damaged, members, temperature, storage, 1000 * sums.seconds / images)

@@ -166,14 +166,55 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, 
 
 
 def risk_coverage_figure(
-    curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Palette
+    curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Palette, labelled: Sequence[str]
 ) -> Figure:
-    """Draws the risk of the most certain inputs against their share."""
-    drawn = [Curve(*_thin_curve(*each), short_name(name), {"color": palette[name]}) for name, each in curves.items()]
-    highest = max(np.max(curve.y) for curve in drawn)
+    """Draws the risk of the most certain inputs against their share; methods that are not `labelled` are grey."""
+    faint = {"color": PALETTE[8], "alpha": 0.55, "linewidth": 0.9}
+    drawn = [
+        Curve(*_thin_curve(*each), f"_{name}", {"color": palette[name]} if name in labelled else faint)
+        for name, each in sorted(curves.items(), key=lambda item: item[0] in labelled)
+    ]
+    highest = max(np.max(curve.y[curve.x >= 0.2], initial=0) for curve in drawn)  # the first few inputs say little
+    start = min(float(curve.x[np.argmax(curve.y > 0.02 * highest)]) for curve in drawn)  # no risk before it
     axes = {"xlabel": "inputs answered, most certain first", "ylabel": risk, "title": "Risk and coverage"}
-    limits = {"xlim": (0, 1), "ylim": (0, 1.05 * highest or 1)}
-    return curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
+    limits = {"xlim": (math.floor(10 * start) / 10 if start < 1 else 0, 1), "ylim": (0, 1.05 * highest or 1)}
+    size = (8.6, 3.4) if len(curves) > 1 else (WIDTH, HEIGHT)
+    figure = curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")], size=size)
+    if len(curves) > 1:
+        _label_ends(figure.axes[0], {name: float(curves[name][1][-1]) for name in labelled}, palette)
+    return figure
+
+
+def _label_ends(axes: Any, ends: Mapping[str, float], palette: Palette) -> None:
+    """Writes names right of the axes at these heights, in their colours, moved apart where they would overlap."""
+    axes.figure.subplots_adjust(right=0.8)
+    (bottom, top), height = axes.get_ylim(), -math.inf
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        height, line = max((end - bottom) / (top - bottom), height + 0.07), {"arrowstyle": "-", "relpos": (0, 0.5)}
+        place: dict[str, Any] = {"xytext": (1.04, height), "textcoords": "axes fraction", "va": "center"}
+        axes.annotate(
+            short_name(name, 18), (1, end), **place, color=palette[name], arrowprops=line | {"color": palette[name]}
+        )
+
+
+def confusion_figure(counts: Array, classes: Sequence[str], *, title: str) -> Figure:
+    """Draws counts (C, C) of true (rows) and predicted classes, shaded by their share of the row; with numbers up to 12."""
+    counts = np.asarray(counts)
+    # Square roots, so that one mistake in a hundred is seen; transparent without any, for light and dark pages.
+    shade = 0.7 * np.sqrt(counts / np.maximum(counts.sum(1, keepdims=True), 1))
+    few, names = len(classes) <= 12, [short_name(each, 8) for each in classes]
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure, axes = _figure(size=(WIDTH, 4.1))
+        axes.imshow(np.dstack([np.broadcast_to(to_rgb(PALETTE[0]), (*counts.shape, 3)), shade]), aspect="auto")
+        axes.set(title=short_name(title, 44), xlabel="predicted class", ylabel="true class")
+        if few:
+            for row, column in np.argwhere(counts):
+                axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=7.5)
+            long = max(map(len, names)) > 3
+            axes.set_xticks(range(len(names)), names, rotation=90 * long)
+            axes.set_yticks(range(len(names)), names)
+            _set_margins(figure, below=0.5 * long)
+    return figure
 
 
 def corruption_panel(

@@ -87,7 +87,8 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
         classes = evaluation.kind != "regression"
         curve = (arrays["risk_coverage/coverage"], arrays["risk_coverage/risk"])
         risk = "errors among answered" if classes else "mean squared error"
-        return charts.risk_coverage_figure({"risk": curve}, risk=risk, percent=classes, palette={"risk": colour})
+        about: dict[str, Any] = {"risk": risk, "percent": classes, "palette": {"": colour}, "labelled": [""]}
+        return charts.risk_coverage_figure({"": curve}, **about)
     if kind == "gallery":
         return gallery_figure(arrays, evaluation.notes.get("classes", "").splitlines())
     if kind == "ood":

@@ -27,9 +27,9 @@ from dissensus.bench.report.comparisons import (
     spread_of,
     verdicts,
 )
-from dissensus.bench.report.measures import Measure, measures
-from dissensus.bench.report.tables import signed_text
+from dissensus.bench.report.measures import Measure, measures, number_text
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import resample_counts, student_quantile, student_tail
 from thinning import thinned
 
@@ -254,11 +254,42 @@ def test_measures_know_which_way_is_better():
     assert coverage.goodness(0.89) == pytest.approx(coverage.goodness(0.91))
     assert coverage.text(0.913) == "91.3"
     assert Measure("cost/parameters", "Parameters", "cost", digits=0).text(199210.0) == "199,210"
-    assert NLL.text(0.001) == "1e-03"  # not 0.00
-    assert NLL.text(-0.001) == "-1e-03"
-    assert NLL.text(0.0) == "0.00"
-    assert [signed_text(NLL, value) for value in (0.001, -0.001, 1.0)] == ["+1e−03", "−1e−03", "+1.00"]
     assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "signed", "text"),
+    [
+        (0.11920472, 0.0293, False, "0.119"),  # to the second digit of the half-width
+        (96.7, 0.8, False, "96.70"),
+        (96.7, 12.3, False, "97"),
+        (199_210.4, 52.0, False, "199,210"),
+        (1234.5678, None, False, "1,235"),
+        (0.5, None, False, "0.50"),  # without an interval: two decimals
+        (0.00004, None, False, "0.00004"),  # or its first digit, never a power of ten
+        (-0.00004, 0.0045, True, "−0.0000"),
+        (0.00004, 0.0045, True, "+0.0000"),
+        (0.0, 0.1, True, "0.00"),
+        (1.0, 1e-9, False, "1.0000"),  # at most two decimals more than without an interval
+        (math.nan, None, False, "nan"),
+        (1.0, math.inf, False, "1.00"),
+    ],
+)
+def test_a_number_is_shown_to_the_precision_of_its_interval(value, half, signed, text):
+    assert number_text(value, half, signed=signed) == text
+
+
+@pytest.mark.parametrize(
+    ("ends", "signed", "text"),
+    [
+        ((0.967, 0.959, 0.975), False, "95.90–97.50"),
+        ((-0.0054, -0.0108, -0.00001), True, "−1.08 to −0.00"),  # excludes zero
+        ((0.015, 0.014999999, 0.015000001), False, "± 0.0000001"),  # not 1.5000–1.5000
+    ],
+)
+def test_an_interval_has_the_decimals_of_its_value(ends, signed, text):
+    accuracy = Measure("accuracy", "Accuracy", "test", "high", 100, 2, "%")
+    assert accuracy.interval_text(Interval(*ends), (ends[2] - ends[1]) / 2, signed=signed) == text
 
 
 # ----------------------------------------------------------------------------------- intervals and p-values over seeds

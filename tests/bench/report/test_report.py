@@ -134,33 +134,28 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
     assert used <= set(found.ids)
 
 
-def test_what_took_no_training_is_named_where_costs_are_shown_on_a_logarithmic_axis(undrawn, tmp_path):
-    def text(*seconds):
-        found = [
-            Evaluation("classification", {"accuracy": 0.9, "nll": 1.0, "cost/train_seconds": each}, {}, "entropy")
-            for each in seconds
-        ]
-        report(dict(zip(("as it came", "trained"), found, strict=True)), tmp_path / "r.html")
-        return " ".join(checked((tmp_path / "r.html").read_text()).text)
-
-    assert "Not shown, because they needed no training: as it came." in text(0.0, 3.0)
-    assert "Not shown, because they needed no training: as it came, trained." in text(0.0, 0.0)
-    assert "Not shown" not in text(2.0, 3.0)
-
-
 def test_the_page_has_all_its_parts(page):
     found = checked((page / "report.html").read_text())
     text = " ".join(found.text)
-    for heading in (
-        "Results", "Differences to map", "Mixtures and their members", "Does confidence match accuracy?",
+    headings = (
+        "Results", "Differences to MAP", "Mixtures and their members", "AUROC by score", "By type of corruption",
+        "How training went", "Which classes are confused?", "Does confidence match accuracy?",
         "Does it notice foreign inputs?", "How does refusing uncertain inputs help?", "What happens on corrupted inputs?",
-        "By type of corruption", "The most and the least certain inputs",
-        "What the numbers mean", "Provenance",
-    ):  # fmt: skip
-        assert heading in text, heading
-    # of every method: reliability and scores; then one ROC, one risk curve, three corruption curves, three costs
+        "The most and the least certain inputs", "What the numbers mean", "Provenance",
+    )  # fmt: skip
+    contents = [
+        link[1:] for link in found.links if link.startswith("#") and link[1:] in map(report_figures.slug, headings)
+    ]
+    assert contents == list(map(report_figures.slug, headings))  # the contents list, in the order of the page
+    places = [found.text.index(heading, found.text.index("Rule")) for heading in headings]  # after the answer
+    assert places == sorted(places)
+    assert found.text.index("Contents") < found.text.index("Rule")
+    assert found.tags.count("details") >= len(headings)  # folded
+    assert "deep_ensemble" not in text.replace("--methods", "").split("Provenance")[1]  # named as in the documentation
+    # of every method: reliability and scores; then one ROC, one risk curve, three corruption curves, three costs, one of
+    # training, and a confusion matrix of the method to take and of the baseline
     methods = len(PAGE)
-    assert found.tags.count("svg") == methods + methods + 1 + 1 + 3 + 3
+    assert found.tags.count("svg") - methods - methods - 1 - 1 - 3 - 3 - 1 in (1, 2)
     assert found.tags.count("img") >= methods * 2 * 8
     assert charts.INK not in (page / "report.html").read_text()
 
@@ -172,11 +167,9 @@ def test_what_damage_does_is_said_of_the_inputs_that_were_damaged(page):
     assert few < len(best.arrays["test/nll"])
     for name in ("report.md", "report.html"):
         text = (page / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
-        assert (
-            f"{few} of the test inputs were corrupted: the accuracy on these {few} inputs changes from {100 * clean:.2f} %"
-            in text
-        )
-        assert f"the calibration error on them from {100 * best.arrays['corrupt/clean/ece']:.1f} %" in text
+        assert f"{few} of the test inputs were corrupted" in text
+        assert f"accuracy changes from {100 * clean:.2f} %" in text
+        assert f"calibration error changes from {100 * best.arrays['corrupt/clean/ece']:.2f} %" in text
 
 
 def test_table_and_text_show_the_stored_numbers(page):
@@ -185,9 +178,9 @@ def test_table_and_text_show_the_stored_numbers(page):
     for name in ("report.md", "report.html"):
         text = (page / name).read_text()
         for row in rows.values():
-            assert f"{float(row['nll']):.4f}" in text
-            assert f"{100 * float(row['ood/fashion/auroc']):.2f}" in text
-            assert f"{100 * float(row['corrupt/accuracy']):.2f}" in text
+            assert f"{float(row['nll']):.2f}" in text
+            assert f"{100 * float(row['ood/fashion/auroc']):.0f}" in text
+            assert f"{float(row['cost/memory_mb']):.1f}" in text
 
 
 def test_names_are_escaped_wherever_they_stand(tmp_path):
@@ -247,34 +240,13 @@ def test_the_best_is_marked_and_its_equals_are(tmp_path):
     against = tables.compare_with_baseline(results, found, draws, "worse")
     difference = tables.difference_table(results, found, against, "worse")
     first = next(row for row in difference.rows if row.label == "NLL" and row.group == "test")
-    assert first.cells[0].text == "−1.0000"
+    assert first.cells[0].text == "−1.000"
     assert not first.cells[0].best  # p < 0.001, but one seed says nothing of others
     several = results_of_evaluations({"good": [good, good], "worse": [worse, worse]}, "t")
     found, draws = tables.measures_and_draws(several)
     against = tables.compare_with_baseline(several, found, draws, "worse")
     rows = {(row.group, row.label): row for row in tables.difference_table(several, found, against, "worse").rows}
     assert rows["test", "NLL"].cells[0].clear
-
-
-def test_the_headline_names_a_winner_only_beyond_chance(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    plain = torch.rand(40, generator=generator)
-
-    def said(moved):
-        given = {name: Evaluation("classification", {"nll": float(v.mean()), "accuracy": 1.0}, {"test/nll": v}, "entropy")
-                 for name, v in (("plain", plain), ("other", plain + moved))}  # fmt: skip
-        report(given, tmp_path / "report.md", baseline="plain")
-        return (tmp_path / "report.md").read_text()
-
-    noise = torch.randn(40, generator=generator)
-    noise = (noise - noise.mean()) / noise.std()
-    chance = said(noise - 0.01)  # t = 0.06
-    assert "The lowest negative log-likelihood is that of other" in chance
-    assert "not ahead of plain beyond chance (p = 0.9" in chance
-    assert "predicts best" not in chance
-    ahead = said(0.1 * noise - 0.2)
-    assert "other predicts best" in ahead
-    assert "nats less than plain (p < 0.001" in ahead  # and not "&lt;"
 
 
 def test_nothing_in_a_title_or_a_name_is_live_in_markdown(tmp_path):
@@ -291,7 +263,7 @@ def test_one_example_has_no_interval_and_is_cautioned_about(tmp_path):
              for name, v in (("a", 0.5521), ("b", 0.7))}  # fmt: skip
     report(given, tmp_path / "report.md")
     text = (tmp_path / "report.md").read_text()
-    assert "a predicts best: negative log-likelihood 0.5521 nats (no interval)" in text
+    assert "No advice: no paired test" in text
     assert "Few examples (test: 1)" in text
     assert "p = " not in text.replace("p ≥ 0.05", "")
     assert "p < 0.001" not in text
@@ -377,7 +349,8 @@ def every_figure() -> dict[str, Figure]:
             {first: ([0, 0.2, 1], [0, 0.9, 1], 0.9), second: ([0, 1], [0, 1], 0.5)}, title=second, palette=palette
         ),
         "risk": charts.risk_coverage_figure(
-            {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette
+            {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette,
+            labelled=names,
         ),
         "corruption": charts.curve_figure([charts.corruption_panel(
             [1, 2, 3, 4, 5], {first: (0.99, [0.98, 0.97, 0.9, 0.8, 0.1]), second: (0.5, [0.4] * 5)},
@@ -506,7 +479,8 @@ def test_methods_that_met_the_examples_in_another_order_are_ranked_and_not_compa
     report(found, tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "b saw the examples in another order than a: differences cannot be tested by example" in page
-    assert "predicts best" in page
+    assert "No advice: no paired test" in page
+    assert "**" in page.split("## What the numbers mean")[0]
     assert "Differences to" not in page
     report({"a": found["a"], "b": ds.evaluate(second, ds.data.Batches(x, y, batch_size=20))}, tmp_path / "same")
     assert "Differences to a" in (tmp_path / "same" / "report.md").read_text()
@@ -589,7 +563,8 @@ def test_nothing_of_a_method_near_chance_is_best_or_better(kind):
     if kind == "regression":
         good = regression(0)
         good = replace(good, arrays=good.arrays | {"test/squared_error": good.arrays["test/squared_error"] * 1e-3})
-    given = {"guess": [guessing(kind)] * 2, "good": [good] * 2, "more": [shifted(good, 0.1)] * 2}
+    more = shifted(good, 0.1 if kind == "classification" else 9.0)
+    given = {"guess": [guessing(kind)] * 2, "good": [good] * 2, "more": [more] * 2}
     results = results_of_evaluations(given, "t")
     assert results.near_chance == {"guess"}
     found, draws = tables.measures_and_draws(results)
@@ -617,7 +592,7 @@ def test_a_number_is_not_both_best_and_like_the_best_and_rounding_is_no_differen
     spread = comparisons.Spread(0.01, 1, 0.01)
     compared = comparisons.MethodComparison(0.7, 0.1 + 0.2 + 0.4, spread, 2, "")
     assert compared.first != compared.second
-    assert tables.signed_text(accuracy, compared.difference) == "0.00"
+    assert accuracy.text(compared.difference, signed=True) == "0.00"
 
 
 def test_nothing_is_marked_where_all_numbers_are_the_same():
@@ -641,10 +616,11 @@ def test_a_page_has_four_sentences_at_most_and_members_in_a_table(undrawn, tmp_p
     results = results_of_evaluations({f"m{i}": classification(i) for i in range(3)}, "t")
     content = report_content(results)
     assert 1 <= sum(len(re.findall(r"\.(?= |$)", text)) for text in content["headline"]) <= 4
-    assert len(content["members"].columns) == 3
+    members = next(each for each in content["chapters"] if each.title == "Mixtures and their members")
+    assert len(members.tables[""].columns) == 3
     assert content["against_cost"].figures
     page = render_template("report.html.j2", content)
-    assert page.index("<svg") < page.index('class="headline"') < page.index("<table")
+    assert page.index("<nav") < page.index('class="headline answer"') < page.index("<table") < page.index("<svg")
 
 
 def test_latex_and_csv_of_every_table_are_on_the_page_and_have_its_numbers(undrawn, tmp_path):
@@ -659,9 +635,9 @@ def test_latex_and_csv_of_every_table_are_on_the_page_and_have_its_numbers(undra
     for link in links:
         head, _, body = link.partition(";base64,")
         kinds[head.removeprefix("data:text/")].append(base64.b64decode(body).decode())
-    main = next(csv.reader(io.StringIO(kinds["csv"][0])))
+    main = next(csv.reader(io.StringIO(kinds["csv"][1])))
     assert main[:5] == ["group", "measure", "unit", name, f"{name} interval"]
-    nll = next(row for row in csv.DictReader(io.StringIO(kinds["csv"][0])) if row["measure"] == "NLL")
+    nll = next(row for row in csv.DictReader(io.StringIO(kinds["csv"][1])) if row["measure"] == "NLL")
     report(given, tmp_path / "page.tex")
     tex = (tmp_path / "page.tex").read_text()
     assert all(each.strip() in tex for each in kinds["x-tex"])
@@ -712,6 +688,6 @@ def test_an_auroc_below_one_half_is_not_called_telling_apart(undrawn, tmp_path):
     report({"a": one}, tmp_path / "report.md")
     said = (tmp_path / "report.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert (
-        "No method separates dark from test inputs better than chance: a has AUROC 10.00 %; a separates light from"
+        "No method separates dark from test inputs better than chance: a has AUROC 10.0 %; a separates light from"
         in said
     )

@@ -258,7 +258,8 @@ def test_a_sentence_says_where_an_ordering_is_not_as_published():
     )
     # differences 0.09 … 0.11: a standard error of 0.1 · 0.2 / √(12 · 99) = 0.00058
     assert re.search(
-        r"difference \+0.1000, \+0.098\d to \+0.101\d, beyond chance, p < 0.001; counts test examples", only
+        r"difference \+0.1000, \+0.098\d to \+0.101\d, beyond chance, paired test, p < 0.001; counts test examples",
+        only,
     )
 
 
@@ -290,7 +291,7 @@ def test_without_test_examples_seeds_alone_are_counted_and_that_is_said():
     given = Results("", "", methods, origins, reference=reference)
     _, only = reference_sentences(given, [])
     # on seeds 0 and 1: differences 0.2 and 0.18, 0.19 ± 12.706 · 0.0141/√2
-    assert "(0.5500 against 0.3600; difference +0.1900, +0.0629 to +0.3171, beyond chance, p = 0.033" in only
+    assert "(0.5500 against 0.3600; difference +0.19, +0.06 to +0.32, beyond chance, paired test, p = 0.033" in only
     assert only.endswith("counts 2 seeds, not test examples).")
     assert reference_table(given, []).headings == ["map (3 seeds)", "deep_ensemble (2 seeds)"]
 
@@ -380,7 +381,7 @@ def test_the_table_has_what_was_promised_and_what_came_of_it(evaluations):
 
 def test_curves_have_a_line_at_what_was_promised(evaluations):
     results = Results("", "", evaluations, {"first": [{}]})
-    title, _, figures = guarantee_section(results, colours(["first"]))
+    title, figures = guarantee_section(results, colours(["first"]))
     assert title == "Are promises kept?"
     assert [words for words, _ in figures] == [
         "Coverage by difficulty: conformal",

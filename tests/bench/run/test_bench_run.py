@@ -549,8 +549,8 @@ def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
     assert "How members differ, over training" in page
     text = (tmp_path / "report.md").read_text()
     table = text.split("## How far members are apart")[1].split("##")[0]
-    assert "deep_ensemble" in table
-    assert "map" not in table
+    assert "DeepEnsemble" in table
+    assert "MAP" not in table
     assert f"{results.methods['deep_ensemble'][0].metrics['distances/weight']:.3f}" in table
 
 

@@ -282,10 +282,13 @@ def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path,
     assert looked.metrics["nll"] == alone.metrics["nll"]
     assert not (tmp_path / "alone" / CURVES).exists()
     assert looked.arrays["curves/epochs"].tolist() == [0, 1, 2]
-    drawn = figure_sections.learning_section(results_of_evaluations({method: looked}, "title"), {method: "black"})
+    given = [(results_of_evaluations({method: each}, "title"), {method: "black"}) for each in (looked, alone)]
+    drawn = figure_sections.epoch_section(*given[0], "curves")
     assert drawn is not None
-    assert len(drawn[2][0][1].axes) == 4  # training rows, test rows, memorised, recovered
-    assert figure_sections.learning_section(results_of_evaluations({method: alone}, "title"), {method: "black"}) is None
+    assert len(drawn[1][0][1].axes) == 4  # training rows, test rows, memorised, recovered
+    assert figure_sections.epoch_section(*given[1], "curves") is None
+    history = figure_sections.epoch_data(given[1][0], "training")
+    assert [each[method][1].shape for each in history.values()] == [(1, 2)] * 2  # loss and validation, one seed
     if method == "map":  # one function, kept at the last epoch or at the best
         ends = {name: looked.arrays[f"curves/over/{name}"].tolist() for name in ("test/nll", "noise/memorised")}
         assert any(each == pytest.approx(looked.metrics["nll"], rel=1e-6) for each in ends["test/nll"])

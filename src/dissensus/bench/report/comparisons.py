@@ -134,6 +134,12 @@ class ResampledMeasure:
         half, (least, most) = found.half_width(level), self.measure.possible_range
         return Interval(self.estimate, max(least, self.estimate - half), min(most, self.estimate + half))
 
+    @property
+    def half_width(self) -> float | None:
+        """Half-width of the interval; None without one."""
+        found = self.interval()
+        return None if found is None else max(found.estimate - found.lower, found.upper - found.estimate)
+
     def for_seeds(self, seeds: Sequence[Hashable]) -> ResampledMeasure:
         """The same for some of the seeds only."""
         places = [list(self.values).index(seed) for seed in seeds]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -14,53 +15,21 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.plots import charts, segmentation_maps
 from dissensus.plots.charts import INK, Array, Curve, Palette, Panel, curve_figure, marker_style, short_name
 
-SPACES = {
-    "weight": "distance of weights",
-    "function": "distance of outputs (rms)",
-    "gradient": "angle of input gradients (rad)",
-    "effective": "effective members",
-}
-
-
-def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Palette) -> Figure:
-    """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
-    panels = []
-    for space, methods in curves.items():
-        drawn = [Curve(*points, short_name(name), {"color": palette[name]}) for name, points in methods.items()]
-        panels.append(Panel(drawn, {"xlabel": "epochs", "title": SPACES.get(space, space)}))
-    figure = curve_figure(panels, size=(10.4, 2.8))
-    figure.axes[0].set_ylabel("mean over pairs of members")
-    for axes in figure.axes:
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    return figure
-
-
+OVER_EPOCHS = {  # prefix of arrays -> title of its section, and array -> title of its panel
+    "training": ("How training went", {"loss": "training loss", "validation": "NLL of validation rows (nats)"}),
+    "curves": ("What is learned, over training", {
+        "train/accuracy": "training rows, labels as given", "test/accuracy": "test rows",
+        "noise/memorised": "wrong labels: as labelled", "noise/recovered": "wrong labels: answered truly",
+    }),
+    "distances": ("How members differ, over training", {
+        "weight": "distance of weights", "function": "distance of outputs (rms)",
+        "gradient": "angle of input gradients (rad)", "effective": "effective members",
+    }),
+}  # fmt: skip
 UNDER_ATTACK = {
-    "accuracy": "Accuracy",
-    "nll": "NLL (nats)",
-    "ece": "ECE",
-    "entropy": "Entropy (nats)",
+    "accuracy": "Accuracy", "nll": "NLL (nats)", "ece": "ECE", "entropy": "Entropy (nats)",
     "mutual_information": "Mutual information (nats)",
-}
-
-
-def attack_figure(epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Palette, title: str) -> Figure:
-    """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
-    panels = []
-    for metric, methods in drawn.items():
-        looks = {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(methods)}
-        curves = [Curve(epsilons, values, short_name(name), looks[name]) for name, values in methods.items()]
-        percent = "y" * (metric in ("accuracy", "ece"))
-        panels.append(Panel(curves, {"xlabel": "ε", "title": UNDER_ATTACK[metric]}, percent=percent))
-    figure = curve_figure(panels, size=(13.0, 2.8))
-    figure.axes[0].set_ylabel(title)
-    for axes in figure.axes:
-        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    return figure
-
-
+}  # fmt: skip
 Interval = tuple[float, float, float]  # estimate, lower, upper
 # title -> measure -> method -> value of the setting
 OverValues = dict[str, dict[Measure, dict[str, dict[float, Interval]]]]
@@ -95,27 +64,31 @@ def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Palette)
     return curve_figure(panels, size=(3.1 * columns, 2.8 * len(rows)), rows=len(rows))
 
 
-LEARNED = {
-    "train/accuracy": "training rows, labels as given",
-    "test/accuracy": "test rows",
-    "noise/memorised": "wrong labels: as labelled",
-    "noise/recovered": "wrong labels: answered truly",
-}
+MethodCurves = Mapping[str, Mapping[str, tuple[Array, Array]]]  # quantity -> method -> epochs (E,) and values (S, E)
 
 
-def learning_figure(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Palette) -> Figure:
-    """Accuracy over epochs: mean over seeds and their range. rows[title][name][method]: epochs (E,), values (S, E)."""
-    panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
+def epoch_figure(rows: Mapping[str, MethodCurves], prefix: str, *, palette: Palette) -> Figure:
+    """Curves over epochs, means over seeds and their range: one row of panels per title, one panel per quantity."""
+    titles, panels = OVER_EPOCHS[prefix][1], []
+    names = [name for name in titles if any(name in several for several in rows.values())]
     for title, several in rows.items():
         for column, name in enumerate(names):
             methods = several.get(name, {})
-            drawn = []
-            for method, (epochs, values) in methods.items():
-                look, ends = {"color": palette[method]}, (values.min(0), values.max(0))
-                drawn.append(Curve(epochs, values.mean(0), short_name(method), look, ends))
-            axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
-            panels.append(Panel(drawn, axes, percent="y"))
-    return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))
+            axes: dict[str, Any] = {"xlabel": "epochs", "ylabel": "" if column else title, "title": titles[name]}
+            if prefix == "training" and all((values > 0).all() for _, values in methods.values()):
+                axes["yscale"] = "log"
+            drawn = [
+                Curve(
+                    epochs, values.mean(0), short_name(each), {"color": palette[each]}, (values.min(0), values.max(0))
+                )
+                for each, (epochs, values) in methods.items()
+            ]
+            share = prefix == "curves"
+            panels.append(Panel(drawn, axes | ({"ylim": (0, 1)} if share else {}), percent="y" * share))
+    figure = curve_figure(panels, size=(max(3.3 * len(names), 9.2), 2.7 * len(rows)), rows=len(rows))
+    for axes_of_panel in figure.axes:
+        axes_of_panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    return figure
 
 
 SPAN = 0.01  # least span of an accuracy axis: a smaller one would magnify noise
@@ -161,7 +134,7 @@ def sweep_figure(
     return figure
 
 
-Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (description, figure)
+Made = tuple[str, list[tuple[str, Figure]]]  # title, (description, figure); the templates say how to read them
 
 
 def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
@@ -176,14 +149,12 @@ def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made |
         squares = {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()}
         window, largest = plane_limits(some["grid/positions"]), math.log(max(len(classes), 2))
         figure = charts.entropy_maps(squares, window=window, largest=largest, seen=(seen, targets))
-        text = "Entropy of the mean prediction, from certain (dark) to uncertain (light); dots are training inputs."
-        return "Where is it certain?", text, [("Entropy over the plane, method by method", figure)]
+        return "Where is it certain?", [("Entropy over the plane, method by method", figure)]
     keys = ("grid/mean", "grid/sd", "grid/members")
     bands = {name: charts.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
     dots = (seen[:, 0], targets[:, 0])
     figure = charts.band_figure(positions[:, 0], bands, seen=dots, palette=palette)
-    text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
-    return "Where is it certain?", text, [("Predictions along the line, method by method", figure)]
+    return "Where is it certain?", [("Predictions along the line, method by method", figure)]
 
 
 def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
@@ -202,52 +173,30 @@ def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
         }
         figure = segmentation_maps.scene_figure(image.movedim(0, -1).numpy(), truth.numpy(), said, classes=classes)
         figures.append((f"Test image {i + 1}: truth, predictions, confidence and mutual information", figure))
-    text = (
-        "Test images, the truth, and every method's prediction: the class of each pixel, its probability, and the mutual "
-        "information, which measures how far members disagree (0 for a single network). Unknown classes were ignored in "
-        "training; the frame marks the place with most of their pixels."
-    )
-    return "Where in the image is it certain?", text, figures
-
-
-def distance_section(results: Results, palette: Palette) -> Made | None:
-    """Distances between members over training, mean over seeds."""
-    known = results.methods_with("distances/epochs")
-    if not known:
-        return None
-    drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in SPACES}
-    for name, several in known.items():
-        for space in SPACES:
-            epochs, values = _values_by_epoch(several, "distances", space)
-            drawn[space][name] = (epochs, values.mean(0))
-    text = (
-        "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and "
-        "the angle between their input gradients (of the true class's logit, or of the mean)."
-    )
-    figure = distance_figure(drawn, palette=palette)
-    return "How members differ, over training", text, [("Distances between members over training", figure)]
+    return "Where in the image is it certain?", figures
 
 
 def attack_section(results: Results, palette: Palette) -> Made | None:
-    """The effect of every attack on every method as ε grows, mean over seeds."""
-    figures = []
+    """The effect of every attack on every method as ε grows, mean over seeds: one panel per metric of UNDER_ATTACK."""
+    figures, looks = [], {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(results.methods)}
     for attack, title in ATTACKED.items():
         if known := results.methods_with(f"attack/{attack}/accuracy"):
-            epsilons = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy()
-            drawn = {
-                metric: {
+            epsilons, panels = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy(), []
+            for metric, label in UNDER_ATTACK.items():
+                means = {
                     name: np.mean([each.arrays[f"attack/{attack}/{metric}"].numpy() for each in several], axis=0)
                     for name, several in known.items()
                 }
-                for metric in UNDER_ATTACK
-            }
-            figure = attack_figure(epsilons, drawn, palette=palette, title=title)
+                curves = [Curve(epsilons, mean, short_name(name), looks[name]) for name, mean in means.items()]
+                percent = "y" * (metric in ("accuracy", "ece"))
+                panels.append(Panel(curves, {"xlabel": "ε", "title": label}, percent=percent))
+            figure = curve_figure(panels, size=(13.0, 2.8))
+            figure.axes[0].set_ylabel(title)
+            for axes in figure.axes:
+                axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+                axes.yaxis.set_major_locator(MaxNLocator(5))
             figures.append((f"Test inputs {title}", figure))
-    text = (
-        "Test inputs are changed within a radius ε to make the averaged prediction wrong; ε = 0 is the unchanged inputs. "
-        "Entropy and mutual information should rise where accuracy falls."
-    )
-    return ("What happens on attacked inputs?", text, figures) if figures else None
+    return ("What happens on attacked inputs?", figures) if figures else None
 
 
 def implicit_section(first: dict[str, Evaluation]) -> Made | None:
@@ -266,32 +215,40 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
             before, after, largest=largest, title=f"{name}: {moved:.1f} %, {explained:.0f} % explained"
         )
         figures.append((f"Implicit corruptions of {name}", figure))
-    text = (
-        "A drawn function predicts for an image what the mean of all functions predicts for a changed image. Shown are a test "
-        "image (left), its changed image for some of the functions, and below it the change (red: brighter, blue: darker; one "
-        "scale for all methods). The title gives, over all images examined, the root mean square change of a pixel in percent "
-        "of its range, and the share of a function's deviation from the mean that the change explains."
-    )
-    return ("The noise as a change of the image", text, figures) if figures else None
+    return ("The noise as a change of the image", figures) if figures else None
 
 
-def learning_data(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+def epoch_data(results: Results, prefix: str) -> MethodCurves:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.methods_with(f"curves/over/{name}") for name in LEARNED}
+    known = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix][1]}
     return {
-        name: {method: _values_by_epoch(several, "curves", name) for method, several in methods.items()}
+        name: {method: _values_by_epoch(several, prefix, name) for method, several in methods.items()}
         for name, methods in known.items()
         if methods
     }
 
 
-def learning_section(results: Results, palette: Palette) -> Made | None:
-    """Accuracy while methods train."""
-    if not (found := learning_data(results)):
+def epoch_section(results: Results, palette: Palette, prefix: str) -> Made | None:
+    """One of OVER_EPOCHS, if it was recorded."""
+    if not (found := epoch_data(results, prefix)):
         return None
-    text = "Measured on up to 1,000 rows of each kind: means over seeds; bands span the lowest to the highest seed."
-    figure = learning_figure({"": found}, palette=palette)
-    return "What is learned, over training", text, [("Accuracies over training", figure)]
+    title = OVER_EPOCHS[prefix][0]
+    return title, [(title, epoch_figure({"": found}, prefix, palette=palette))]
+
+
+def confusion_section(first: dict[str, Evaluation], shown: Sequence[str]) -> Made | None:
+    """Which classes are mistaken for which, by some of the methods; only of inputs with one class each."""
+    figures = []
+    for name, (kind, arrays, notes) in {n: (first[n].kind, first[n].arrays, first[n].notes) for n in shown}.items():
+        if kind == "classification" and {"test/target", "test/prediction"} <= arrays.keys():
+            pairs = torch.stack([arrays["test/target"].long(), arrays["test/prediction"].long()])
+            classes = (
+                notes["classes"].split("\n") if notes.get("classes") else list(map(str, range(int(pairs.max()) + 1)))
+            )
+            counts = torch.bincount(pairs[0] * len(classes) + pairs[1], minlength=len(classes) ** 2)
+            figure = charts.confusion_figure(counts.reshape(len(classes), -1), classes, title=name)
+            figures.append((f"Confusion matrix of {name}", figure))
+    return ("Which classes are confused?", figures) if figures else None
 
 
 def _values_by_epoch(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -314,8 +271,4 @@ def sweep_section(results: Results, palette: Palette) -> Made | None:
     }
     about = {"key": sweep.key, "label": sweep.base, "chosen": sweep.chosen}
     figure = sweep_figure(titles, sweep.values, **about, palette=palette)
-    text = (
-        f"Test accuracy of {sweep.base} over {sweep.key}. The circle marks the value chosen by accuracy on validation images "
-        "under other corruptions; no test image was used. Dashed lines are methods without this setting."
-    )
-    return f"Accuracy over {sweep.key}", text, [(f"Test accuracy over {sweep.key}", figure)]
+    return f"Accuracy over {sweep.key}", [(f"Test accuracy over {sweep.key}", figure)]

@@ -13,21 +13,15 @@ from dissensus.bench.report import prose, report_figures, tables
 from dissensus.bench.report.comparisons import LEVEL, Family
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.published_numbers import reference_sentences, reference_table
-from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
+from dissensus.bench.report.recommendation import recommend
+from dissensus.bench.report.report_figures import Section
+from dissensus.bench.report.results import CONTROL, Results, csv_text, sweep_of, table_text
 from dissensus.storage.atomic_files import write_text
 from dissensus.utils.progress import is_reporting_process
 
 NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
 SUFFIXES = (*NAMES, ".tex")
-PICTURES = {
-    "most": "Most certain",
-    "least": "Least certain",
-    "mistakes": "Most certain mistakes",
-    "fooling": "Noise turned into a class",
-}
-
-
-DETAILED = (  # measures of each corruption (the first two) and of each attack
+MEASURES = (  # of each corruption (the first two) and of each attack
     Measure("accuracy", "Accuracy, %", "", "high", 100, 2),
     Measure("nll", "NLL, nats", "", "low", 1, 3),
     Measure("ece", "ECE, %", "", "low", 100, 2),
@@ -59,64 +53,53 @@ def is_single_file(path: Path) -> bool:
 
 def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
     """The variables of the templates."""
+    results = results.with_class_names()
     found, draws = tables.measures_and_draws(results)
-    baseline, whole = results.baseline or next(iter(results.methods)), not results.metrics
+    advice, baseline = recommend(results, draws), results.baseline or next(iter(results.methods))
     family = tables.compare_with_baseline(results, found, draws, baseline)
     against = family if family.comparisons else None
     alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
-    corruptions, attacks = (
-        [(m.label, table) for m in of if (table := make(results, m.key, m, marked=alike and m.best is not None))]
-        for make, of in ((tables.corruption_table, DETAILED[:2]), (tables.attack_table, DETAILED))
-    )
-    details = [
-        ("By type of corruption", "Mean over severities.", corruptions),
-        ("By attack and radius", "Uncertainty should grow where accuracy falls.", attacks),
-    ]
+    drawn = report_figures.sections(results, advice.featured) if with_figures else []
     return {
+        "results": results,
         "title": results.title,
-        "description": results.description,
-        "banner": prose.SMOKE if any(each.get("size") == "smoke" for each, _ in results.iterate_evaluations()) else "",
-        "headline": prose.headline(results, found, draws, against),
+        "baseline": baseline,
+        "first": next(iter(results.methods.values()))[0],
+        "smoke": any(each.get("size") == "smoke" for each, _ in results.iterate_evaluations()),
+        "advice": advice,
+        "headline": prose.headline(results, draws),
         "cautions": prose.cautions(results, draws),
         "claims": prose.question_sentences(results) if alike else [],
         "against_cost": report_figures.cost_section(results, draws) if with_figures else None,
-        "main": tables.main_table(results, found, draws),
-        "baseline": baseline,
-        "differences": tables.difference_table(results, found, against, baseline) if against else None,
-        "members": tables.member_table(results) if whole else None,
-        "reference": reference_table(results, found),
-        "reference_source": results.reference.get("source", "published numbers"),
+        "chapters": [*_table_sections(results, found, draws, against, baseline), *drawn],
         "reference_says": reference_sentences(results, found),
-        "distances": tables.distance_table(results) if whole else None,
-        "details": [each for each in details if each[2] and whole],
-        "scores": tables.score_table(results) if whole else None,
-        "score": next(iter(results.methods.values()))[0].score,
-        "sections": report_figures.sections(results) if with_figures else [],
         "pictures": _pictures(results) if with_figures else {},
-        "groups": PICTURES,
-        "facts": results.facts,
-        "seeds": max(len(several) for several in results.methods.values()),
-        "main_text": "Bold marks the best number. ≈: not distinguishable from the best (p ≥ 0.05). With each number: its 95 % "
-        f"interval and the p-value of no difference to the best. {_counting_sentence(results)} ↑ higher, ↓ lower is better.",
-        "differences_text": f"Each method minus {baseline}, on the same test examples and the seeds that both have, with "
-        "interval and p-value of no difference. Bold: better with p < 0.05 over several seeds, and by enough to matter. An "
-        f"interval excludes zero exactly if p < 0.05. {comparison_sentence(results, against)}",
-        "glossary": _glossary(found),
+        "seed_counts": [len(several) for several in results.methods.values()],
+        "comparing": comparison_sentence(results, against),
+        "sweep": sweep_of(results),
+        "shown_names": {name for measure in found for name in (measure.label, measure.group)},
     }
 
 
-def _counting_sentence(results: Results) -> str:
-    """A sentence on what intervals and p-values count."""
-    counts = sorted({len(several) for several in results.methods.values()})
-    adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
-    if counts == [1]:
-        only = "Intervals and p-values reflect test-set size only; run more seeds to include training variation."
-        return f"{only}{adjusted}"
-    several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
-    few = " With so few seeds, intervals are wide." if counts[0] < 4 else ""
-    alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
-    text = f"Intervals and p-values count test examples and {several}."
-    return f"{text}{few}{alone}{adjusted}"
+def _table_sections(
+    results: Results, found: list[Measure], draws: tables.MeasureDraws, against: Family | None, baseline: str
+) -> list[Section]:
+    """The sections of tables, in order."""
+    made = {
+        "Results": tables.main_table(results, found, draws),
+        f"Differences to {baseline}": against and tables.difference_table(results, found, against, baseline),
+        "Beside published numbers": reference_table(results, found),
+    }
+    if results.metrics:
+        return [Section(title, tables={"": table}) for title, table in made.items() if table]
+    made["Mixtures and their members"] = tables.member_table(results)
+    made["How far members are apart"] = tables.distance_table(results)
+    made["AUROC by score"] = tables.score_table(results)
+    several = {title: {"": table} for title, table in made.items()}
+    several["By type of corruption"] = {m.label: tables.corruption_table(results, m) for m in MEASURES[:2]}
+    several["By attack and radius"] = {m.label: tables.attack_table(results, m) for m in MEASURES}
+    known = {title: {label: t for label, t in named.items() if t} for title, named in several.items()}
+    return [Section(title, tables=named) for title, named in known.items() if named]
 
 
 def comparison_sentence(results: Results, against: Family | None) -> str:
@@ -135,46 +118,6 @@ def comparison_sentence(results: Results, against: Family | None) -> str:
 def _pictures(results: Results) -> dict[str, dict[str, list[report_figures.Picture]]]:
     shown = {name: report_figures.pictures(several[0]) for name, several in results.methods.items()}
     return {name: groups for name, groups in shown.items() if groups}
-
-
-def _glossary(found: list[Measure]) -> Mapping[str, str]:
-    """The meaning of each number in the tables."""
-    shown = {name for measure in found for name in (measure.label, measure.group)}
-    return {name: text for name, text in MEANINGS.items() if name in shown}
-
-
-MEANINGS = {
-    "Accuracy": "share of test inputs whose most probable class is the true one",
-    "NLL": "mean of −log p(truth): low when the truth gets high probability; it judges the whole predictive distribution",
-    "Brier score": "mean squared distance between the predicted probabilities and the truth, summed over classes (0 to 2)",
-    "ECE": "expected calibration error: how far confidence is from accuracy, over 15 bins of confidence",
-    "AURC": "mean error over all coverages when the least certain inputs are refused first: low when certainty ranks well",
-    "mIoU": "overlap of predicted and true regions, mean over classes",
-    "AUROC": "probability that a foreign input gets a higher score than a test input; 50 % is chance",
-    "AUPR": "mean precision of flagging foreign inputs; its chance level is their share in the data",
-    "FPR at 95 % TPR": "share of test inputs flagged at the threshold that flags 95 % of the foreign inputs",
-    "AUPR, adjusted": "AUPR reweighted to another share of foreign inputs: one half, or the share set by the task",
-    "FPR, test inputs positive": "share of foreign inputs accepted at the threshold that accepts 95 % of the test inputs",
-    "ECE, foreign inputs included": "calibration error of test and foreign inputs together; every answer to a foreign input "
-    "counts as wrong, so it is low when the network is uncertain there",
-    "NLL of one Gaussian": "NLL of the Gaussian with the mixture's mean and variance, as deep-ensemble papers report it",
-    "RMSE": "root of the mean squared error of the predicted mean",
-    "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
-    "Coverage of 90 % intervals": "share of targets inside intervals that should contain 90 % of them",
-    "Width of 90 % intervals": "mean width of these intervals, in the target's units",
-    "Temperature": "every member's logits were divided by it (regression: the noise's deviation was multiplied) before these "
-    "numbers were measured; fitted on held-out data, 1 if none was fitted",
-    "Answered as labelled": "share of the training inputs with a wrong label that get this wrong label: memorised",
-    "Answered truly": "share of the training inputs with a wrong label that get their true class anyway",
-    "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
-    "mean prediction. It should be large off the data and small at the data",
-    "attacked by FGSM": "test inputs after one step up the loss of the averaged prediction, mean over radii",
-    "attacked by PGD": "test inputs after several steps up that loss, keeping the worst step of each input, mean over radii",
-    "attacked through one member": "PGD on the first member only, measured on the whole mixture",
-    "Confidence": "probability of the class that noise was turned into, mean over classes: should be low",
-    "corrupted inputs": "all test inputs, or as many as the task sets, damaged by noise, blur, weather and other corruptions; "
-    "each severity is measured on all types together, then severities are averaged",
-}
 
 
 class CellsPage(NamedTuple):

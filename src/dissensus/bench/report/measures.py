@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import floor, inf, isfinite, log10
 from typing import Literal
 
 from torch import Tensor
 
 from dissensus import metrics
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.metrics import Interval
 from dissensus.metrics.classification import confidence_ece
 
 
@@ -49,6 +50,21 @@ def weighted_mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
     return weights[0] @ values.double() / weights[0].sum(1)
 
 
+def number_text(value: float, half: float | None = None, digits: int = 2, *, signed: bool = False) -> str:
+    """A number as every table and sentence shows it: to the second digit of `half`, the half-width of its interval.
+
+    At most `digits` + 2 decimals are shown. A number without an interval has `digits` of them, or as many as its first digit
+    needs; from 1,000 on it has none.
+    """
+    if half and isfinite(half):
+        digits = min(max(1 - floor(log10(half)), 0), digits + 2)
+    elif abs(value) >= 1000:
+        digits = 0
+    elif 1e-8 < abs(value) < 0.5 * 10**-digits:
+        digits = -floor(log10(abs(value)))
+    return f"{value:{'+' * (signed and value != 0)},.{digits}f}".replace("-", "−")
+
+
 @dataclass(frozen=True)
 class Measure:
     """One metric. `samples`: the arrays it is computed from, grouped by the examples they share; () if there are none."""
@@ -71,13 +87,14 @@ class Measure:
             return 0.0, 1.0
         return (-inf if self.key.endswith("nll") else 0.0), inf
 
-    def text(self, value: float) -> str:
-        """The value as shown, without its unit; a small number that would round to zero is shown as a power of ten."""
-        shown = value * self.scale
-        if abs(shown) >= 1000:
-            return f"{shown:,.0f}"
-        rounded = f"{shown:.{self.digits}f}"
-        return f"{shown:.0e}" if shown != 0 and float(rounded) == 0 else rounded
+    def text(self, value: float, half: float | None = None, *, signed: bool = False) -> str:
+        """The value as shown, without its unit, by `number_text`; `half`: half-width of its interval."""
+        return number_text(self.scale * value, half and self.scale * half, self.digits, signed=signed)
+
+    def interval_text(self, interval: Interval, half: float, *, signed: bool = False) -> str:
+        """Both ends with the decimals of the value; "± 0.00001" if they would look alike."""
+        lower, upper = (self.text(end, half, signed=signed) for end in interval[1:])
+        return f"± {self.text(half)}" if lower == upper else f"{lower}{' to ' if signed else '–'}{upper}"
 
     def goodness(self, value: float) -> float:
         """Higher = better."""
@@ -136,6 +153,7 @@ COST = [
     Measure("temperature", "Temperature", "", None, 1, 3),
     Measure("members/count", "Functions averaged", "cost", None, 1, 0),
     Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
+    Measure("cost/memory_mb", "Memory", "cost", None, 1, 1, "MB"),
     Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
     Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),
 ]

@@ -4,14 +4,13 @@ import re
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from dissensus.bench.report.comparisons import SIGNIFICANT, Family, ResampledMeasure
-from dissensus.bench.report.measures import Measure, region_keys, region_words
+from dissensus.bench.report.comparisons import ResampledMeasure
+from dissensus.bench.report.measures import region_keys, region_words
 from dissensus.bench.report.results import Results, base_method, mean_over_seeds, sweep_of, sweep_sentence
-from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, p_text, without_methods
+from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, without_methods
 from dissensus.evaluation.evaluation import Evaluation
 
 Condition = Callable[[Evaluation, Evaluation], bool]
-Measures = dict[str, Measure]  # by key
 NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
 TWICE = 2.0  # this factor of entropy off the data counts as noticing it
 
@@ -76,22 +75,19 @@ def _join_words(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
 FEW = 30, 10  # fewest examples of one sample, and of each of two samples
 
 
-def headline(results: Results, found: list[Measure], draws: MeasureDraws, against: Family | None = None) -> list[str]:
-    """At most four sentences: the best method and its lead, on test inputs, foreign inputs and corrupted inputs.
+def headline(results: Results, draws: MeasureDraws) -> list[str]:
+    """At most three sentences: a single method's quality, and which method is best on foreign and on corrupted inputs.
 
-    `against`: the methods compared with the baseline. No method is called best if methods were tested on different examples.
-    Methods near chance are left out.
+    No method is called best if methods were tested on different examples. Methods near chance are left out.
     """
-    by_key = {key: next(iter(each.values())).measure for key, each in draws.items()}  # also those that are not shown
     draws = without_methods(draws, results.near_chance) if len(results.methods) > 1 else draws
     first = next(iter(results.methods.values()))[0]
-    sentences = [_prediction_sentence(results, by_key, draws, against), _foreign_sentence(first.ood, by_key, draws)]
-    if "corrupt/accuracy" in by_key:
-        sentences.append(_corrupted_sentence(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
+    sentences = [_quality_sentence(draws) if len(results.methods) == 1 else "", _foreign_sentence(first.ood, draws)]
+    if "corrupt/accuracy" in draws:
+        sentences.append(_corrupted_sentence(results, draws["corrupt/accuracy"]))
     return [each for each in sentences if each]
 
 
@@ -128,68 +124,50 @@ def cautions(results: Results, draws: MeasureDraws) -> list[str]:
     return [*test_set_sentences(draws["nll"]), *few_examples_caution(draws), *noted]
 
 
-def _prediction_sentence(results: Results, by_key: Measures, draws: MeasureDraws, against: Family | None) -> str:
-    nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
-    each = draws["nll"]
-    if (best := _sentence_method(nll, each)) is None:
-        return ""
-    interval = each[best].interval()
-    ends = interval and f"95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)}"
-    score = f"{nll.text(each[best].estimate)} nats ({ends or 'no interval'})"
-    name = quality.label if quality.label.isupper() else quality.label.lower()
-    reached = f"{name} {_with_unit(quality, draws[quality.key][best].estimate)}"
-    text = f"{best} predicts{' best' if len(each) > 1 else ''}: negative log-likelihood {score}, {reached}."
-    if results.baseline is None or results.baseline not in each or len(each) < 2:
-        return text
-    if best == results.baseline:
-        return f"{text} No other method is better than this baseline."
-    pair = ("nll", best)
-    if against is None or pair not in against.comparisons:
-        return text
-    comparison, p_value = against.comparisons[pair], against.p_values[pair]
-    counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted_text}"
-    if p_value >= SIGNIFICANT:
-        text = f"The lowest negative log-likelihood is that of {best}, {score}, {reached}"
-        return f"{text}: not ahead of {results.baseline} beyond chance ({counted})."
-    return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
+def _quality_sentence(draws: MeasureDraws) -> str:
+    """NLL, and accuracy or RMSE, of the only method."""
+    (name, nll), quality = next(iter(draws["nll"].items())), draws.get("accuracy") or draws.get("rmse") or {}
+    interval = nll.interval()
+    ends = f"95 % interval {nll.measure.interval_text(interval, nll.half_width or 0)}" if interval else "no interval"
+    beside = "".join(f", {each.measure.label} {_with_unit(each)}" for each in quality.values())
+    return f"{name} has NLL {_with_unit(nll)} ({ends}){beside}."
 
 
-def _foreign_sentence(names: Sequence[str], by_key: Measures, draws: MeasureDraws) -> str:
+def _foreign_sentence(names: Sequence[str], draws: MeasureDraws) -> str:
     """A sentence with one clause per set of foreign inputs."""
     clauses = []
     for name in names:
-        measure, each = by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]
-        if (best := _sentence_method(measure, each)) is not None:
+        if (best := _sentence_method(each := draws[f"ood/{name}/auroc"])) is not None:
             ranked = " best" if len(each) > 1 else ""
-            reached = _with_unit(measure, each[best].estimate)
-            clause = f"{best} separates {name} from test inputs{ranked}: AUROC {reached}"
+            clause = f"{best} separates {name} from test inputs{ranked}: AUROC {_with_unit(each[best])}"
             if each[best].estimate <= 0.5:
-                clause = f"no method separates {name} from test inputs better than chance: {best} has AUROC {reached}"
+                chance = f"no method separates {name} from test inputs better than chance"
+                clause = f"{chance}: {best} has AUROC {_with_unit(each[best])}"
             clauses.append(clause)
     said = re.sub("^no method", "No method", "; ".join(clauses))
     return f"{said} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
-def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, ResampledMeasure]) -> str:
-    if (best := _sentence_method(measure, each)) is None:
+def _corrupted_sentence(results: Results, each: dict[str, ResampledMeasure]) -> str:
+    if (best := _sentence_method(each)) is None:
         return ""
-    several = results.methods[best]
-
-    def clean(key: str) -> float:
-        return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
-
+    several, measure = results.methods[best], each[best].measure
     count = len(several[0].arrays["corrupt/example_accuracy"])  # may be fewer than the test set has
-    text = f"{count:,} of the test inputs were corrupted: the accuracy on these {count:,} inputs changes from "
-    text += f"{_with_unit(measure, clean('accuracy'))} to {_with_unit(measure, each[best].estimate)}, "
-    text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
-    ece = mean_over_seeds("corrupt/ece", several)
-    return f"{text}{100 * ece:.1f} % ({best}{', the best there' if len(each) > 1 else ''})."
+    changes = []
+    for key, words in (("accuracy", "accuracy"), ("ece", "calibration error")):
+        clean = fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
+        ends = [f"{measure.text(v)}\N{NO-BREAK SPACE}%" for v in (clean, mean_over_seeds(f"corrupt/{key}", several))]
+        changes.append(
+            f"{words} {f'stays at {ends[0]}' if ends[0] == ends[1] else f'changes from {ends[0]} to {ends[1]}'}"
+        )
+    are = f"{best}{', the best there' if len(each) > 1 else ''}"
+    return f"{count:,} of the test inputs were corrupted ({are}): {' and '.join(changes)}."
 
 
-def _sentence_method(measure: Measure, each: dict[str, ResampledMeasure]) -> str | None:
+def _sentence_method(each: dict[str, ResampledMeasure]) -> str | None:
     """The method of a sentence: the best, or the only one."""
-    return next(iter(each)) if len(each) == 1 else best_method(measure, each)
+    return next(iter(each)) if len(each) == 1 else best_method(each)
 
 
-def _with_unit(measure: Measure, value: float) -> str:
-    return f"{measure.text(value)}\N{NO-BREAK SPACE}{measure.unit}".strip()
+def _with_unit(each: ResampledMeasure) -> str:
+    return f"{each.measure.text(each.estimate, each.half_width)}\N{NO-BREAK SPACE}{each.measure.unit}".strip()

@@ -18,7 +18,7 @@ from dissensus.bench.report import comparisons
 from dissensus.bench.report.comparisons import SIGNIFICANT, Family, MethodComparison
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
-from dissensus.bench.report.tables import Cell, Table, measure_row, method_table, p_text, signed_text
+from dissensus.bench.report.tables import Cell, Table, measure_row, method_table, p_text
 
 HIGHER = ("accuracy", "auroc", "aupr", "aupr_in", "aupr_adjusted", "miou")
 PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
@@ -162,8 +162,8 @@ def _chance_text(ordering: Ordering, judged: Family) -> str:
     if comparison is None:
         return "no interval: nothing varies, or one seed without its test examples"
     interval, p_value = comparison.interval(judged.level), judged.p_values[ordering.key]
+    half = (interval.upper - interval.lower) / 2
     verdict = "beyond chance" if p_value < SIGNIFICANT else "within chance"
-    return (
-        f"difference {signed_text(measure, comparison.difference)}, {signed_text(measure, interval.lower)} to "
-        f"{signed_text(measure, interval.upper)}, {verdict}, {p_text(p_value)}; counts {comparison.counted_text}"
-    )
+    text = f"difference {measure.text(interval.estimate, half, signed=True)}, "
+    text += f"{measure.interval_text(interval, half, signed=True)}, {verdict}, paired test, {p_text(p_value)}"
+    return f"{text}; counts {comparison.counted_text}"

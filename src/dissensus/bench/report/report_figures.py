@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.bench.report import figure_sections
-from dissensus.bench.report.figure_sections import Made
+from dissensus.bench.report.figure_sections import OVER_EPOCHS, Made
+from dissensus.bench.report.recommendation import recommend
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
-from dissensus.bench.report.tables import MeasureDraws, measures_and_draws, score_pair
+from dissensus.bench.report.tables import MeasureDraws, Table, measures_and_draws, score_pair
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.evaluation.loader_predictions import GROUPS
@@ -31,12 +32,8 @@ from dissensus.storage.atomic_files import write_bytes, write_text
 def guarantee_section(results: Results, palette: Palette) -> Made | None:
     """Coverage by difficulty and severity with the promised level; risk by acceptance with the promised risk."""
     panels = [*_coverage_panels(results, palette), *_gate_panels(results, palette)]
-    text = (
-        "Dashed lines are the promised values, for inputs like the calibration rows. Coverage is promised over all inputs, not "
-        "for the hard ones separately, and not for corrupted inputs. Markers on the risk curves are the gates."
-    )
     figures = [(str(panel.axes["title"]), curve_figure([panel])) for panel in panels]
-    return ("Are promises kept?", text, figures) if figures else None
+    return ("Are promises kept?", figures) if figures else None
 
 
 def _coverage_panels(results: Results, palette: Palette) -> list[Panel]:
@@ -103,35 +100,38 @@ def _level_line(left: float, right: float, height: float) -> Curve:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures that belong together, with a text that explains how to read them."""
+    """Figures, or tables by name, that belong together; the templates say how to read them."""
 
     title: str
-    text: str
-    figures: list[tuple[str, Figure]]  # with its description
+    figures: list[tuple[str, Figure]] = field(default_factory=list)  # with its description
     first_seed: bool = False  # whether only the first of several seeds is drawn
     wide: bool = False  # whether a figure spans the page
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
 
-def sections(results: Results) -> list[Section]:
-    """All figures for which the evaluations have arrays, most of them of the first seed."""
+def sections(results: Results, featured: Sequence[str] = ()) -> list[Section]:
+    """All figures for which the evaluations have arrays, most of them of the first seed; some show `featured` methods only."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = charts.colours(list(first))
     made: list[tuple[Made | None, dict[str, Any]]] = [
         (figure_sections.prediction_section(first, palette), {"first_seed": True, "wide": True}),
         (figure_sections.segmentation_section(first), {"first_seed": True, "wide": True}),
         (figure_sections.sweep_section(results, palette), {"wide": True}),
-        (figure_sections.learning_section(results, palette), {"wide": True}),
-        (figure_sections.distance_section(results, palette), {"wide": True}),
+        *((figure_sections.epoch_section(results, palette, each), {"wide": True}) for each in OVER_EPOCHS),
+        (figure_sections.confusion_section(first, featured or list(first)[:2]), {"first_seed": True}),
         (_calibration_section(first, palette), {"first_seed": True}),
         (_coverage_section(first, palette), {"first_seed": True}),
         (_foreign_section(first, palette), {"first_seed": True}),
-        (_selective_section(first, palette), {"first_seed": True}),
+        (_selective_section(first, palette, featured), {"first_seed": True, "wide": True}),
         (guarantee_section(results, palette), {}),
         (_corrupted_section(results, palette), {}),
         (figure_sections.implicit_section(first), {"first_seed": True}),
         (figure_sections.attack_section(results, palette), {"wide": True}),
     ]
-    return [Section(*section, **how) for section, how in made if section is not None and section[2]]
+    return [Section(*section, **how) for section, how in made if section is not None and section[1]]
+
+
+LABELLED = 4  # most named curves of risk and coverage
 
 
 def slug(text: str) -> str:
@@ -141,8 +141,11 @@ def slug(text: str) -> str:
 
 def write_figures(results: Results, folder: Path) -> list[Path]:
     """Writes every figure of a report as PDF and SVG, numbered and named after what it shows; returns the paths."""
-    cost, written = cost_section(results, measures_and_draws(results)[1]), []
-    shown = [each for section in ([cost] if cost else []) + sections(results) for each in section.figures]
+    results = results.with_class_names()
+    draws, written = measures_and_draws(results)[1], []
+    cost = cost_section(results, draws)
+    every = ([cost] if cost else []) + sections(results, recommend(results, draws).featured)
+    shown = [each for section in every for each in section.figures]
     for i, (name, figure) in enumerate(shown, start=1):
         for kind, date in (("pdf", "CreationDate"), ("svg", "Date")):
             buffer, path = io.BytesIO(), folder / f"{i:02}-{slug(name)}.{kind}"
@@ -159,17 +162,14 @@ def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
     asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
     labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
     palette, drawn = charts.colours(list(results.methods)), list[tuple[str, Figure]]()
-    free: dict[str, list[str]] = {}
     for key, cost in asked:
-        points = {}
-        for name, several in results.methods.items():
-            if all_have_metric(cost, several) and name in draws[key]:
-                interval = draws[key][name].interval()
-                ends = None if interval is None else (interval.lower, interval.upper)
-                points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
-        # A logarithmic axis cannot show a cost of zero.
-        free[labels[cost]] = [name for name, point in points.items() if point[0] <= 0]
-        points = {name: point for name, point in points.items() if point[0] > 0}
+        spent = {
+            name: each.estimate
+            for name, each in draws.get(cost, {}).items()
+            if each.estimate > 0 and name in draws[key]
+        }
+        ends = {name: draws[key][name].interval() for name in spent}
+        points = {name: (x, draws[key][name].estimate, (each := ends[name]) and each[1:]) for name, x in spent.items()}
         if points:
             measure = next(iter(draws[key].values())).measure
             quality = f"{measure.label}{f' ({measure.unit})' if measure.unit not in ('', '%') else ''}"
@@ -177,10 +177,7 @@ def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
             better: Any = "high" if measure.best == "high" else "low"
             figure = charts.cost_scatter(points, **about, better=better, palette=palette)
             drawn.append((f"{quality} against {labels[cost]}", figure))
-    unshown = {label.split(" (")[0]: ", ".join(names) for label, names in free.items() if names}
-    unseen = [f"Not shown, because they needed no {cost}: {names}." for cost, names in unshown.items()]
-    text = " ".join(["Each point is a method. Bars are 95 % intervals. Further left is cheaper.", *unseen])
-    return Section("Quality and cost", text, drawn) if drawn or unseen else None
+    return Section("Quality and cost", drawn) if drawn else None
 
 
 def _calibration_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
@@ -194,18 +191,13 @@ def _calibration_section(first: dict[str, Evaluation], palette: Palette) -> Made
             title = f"{name}{about}: ECE {100 * evaluation.metrics[f'{prefix}ece']:.2f} %"
             figure = charts.reliability_figure(*parts, title=title, colour=palette[name])
             figures.append((f"Reliability diagram of {name}{about}", figure))
-    text = (
-        "How often answers of a given confidence are right. Bars below the dashed line mean overconfident answers, bars above "
-        "it underconfident ones; hatching marks the gap. The histogram underneath counts the inputs of each confidence."
-    )
-    return "Does confidence match accuracy?", text, figures
+    return "Does confidence match accuracy?", figures
 
 
 def _coverage_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
     known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
     figures = [("Coverage of intervals", charts.interval_coverage_figure(known, palette=palette))] if known else []
-    text = "Share of targets inside central intervals, against the intended share. Below the dashes: overconfident."
-    return "Do intervals cover what they should?", text, figures
+    return "Do intervals cover what they should?", figures
 
 
 def _foreign_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
@@ -226,14 +218,10 @@ def _foreign_section(first: dict[str, Evaluation], palette: Palette) -> Made | N
             inside = e.arrays[f"test/score/{e.score}"]
             figure = charts.ood_histogram(inside, scores, score=e.score, title=name, colour=palette[name])
             figures.append((f"Scores of {name} on test and foreign inputs", figure))
-    text = (
-        "Foreign inputs should get higher scores than test inputs. The curve shows the share of each that is flagged as the "
-        "threshold moves; the histograms show the scores."
-    )
-    return "Does it notice foreign inputs?", text, figures
+    return "Does it notice foreign inputs?", figures
 
 
-def _selective_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
+def _selective_section(first: dict[str, Evaluation], palette: Palette, featured: Sequence[str]) -> Made | None:
     curves = {
         name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
         for name, e in first.items()
@@ -243,10 +231,11 @@ def _selective_section(first: dict[str, Evaluation], palette: Palette) -> Made |
     risk = "errors among answered" if classes else "mean squared error"
     figures = []
     if curves:
-        figure = charts.risk_coverage_figure(curves, risk=risk, percent=classes, palette=palette)
-        figures.append(("Risk and coverage of each method", figure))
-    text = "The error among answered inputs if only the most certain ones are answered and the others are refused."
-    return "How does refusing uncertain inputs help?", text, figures
+        lowest = sorted(curves, key=lambda name: float(curves[name][1].mean()))
+        labelled = [name for name in dict.fromkeys([*featured, *lowest]) if name in curves][:LABELLED]
+        about: dict[str, Any] = {"risk": risk, "percent": classes, "palette": palette, "labelled": labelled}
+        figures.append(("Risk and coverage of each method", charts.risk_coverage_figure(curves, **about)))
+    return "How does refusing uncertain inputs help?", figures
 
 
 def _corrupted_section(results: Results, palette: Palette) -> Made | None:
@@ -261,12 +250,7 @@ def _corrupted_section(results: Results, palette: Palette) -> Made | None:
         if values:
             panel = charts.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
             figures.append((f"{label} by severity of corruption", charts.curve_figure([panel])))
-    count = len(first.arrays.get("corrupt/example_nll", []))
-    text = (
-        f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe; "
-        "severity 0 is the same inputs without corruption."
-    )
-    return "What happens on corrupted inputs?", text, figures
+    return "What happens on corrupted inputs?", figures
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.methods import METHODS
 from dissensus.utils.arrays import as_dataframe
 from dissensus.utils.checks import one_of
 from dissensus.utils.text import CONTROL as CONTROL
@@ -98,6 +99,12 @@ class Results:
             metrics=tuple(metrics),
             transpose=transpose,
         )
+
+    def with_class_names(self) -> Results:
+        """The same results with the library's methods named by their classes, as in the documentation: NodeBNN."""
+        of = {name: METHODS.get(base_method(name)) for name in self.methods if "task" in self.origins[name][0]}
+        named = [f"{name}={each.__name__}{name[len(each.name) :]}" for name, each in of.items() if each]
+        return self.arrange(names=named, metrics=self.metrics, transpose=self.transpose)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method and seed: its origin, every metric, and warnings if it has some."""

@@ -79,7 +79,7 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
     """Every measure of every method; the best is marked and all others, except those near chance, are compared with it."""
     rivals = without_methods(draws, results.near_chance)
-    best = {measure.key: best_method(measure, rivals[measure.key]) for measure in found}
+    best = {measure.key: best_method(rivals[measure.key]) for measure in found}
     compared: dict[tuple[str, ...], comparisons.MethodComparison | None] = {
         (key, name): comparisons.compare_methods(each, draws[key][str(best[key])])
         for key in best
@@ -90,7 +90,8 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
     rows = []
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
-        if len({measure.text(one.estimate) for one in rivals[measure.key].values()}) == 1:
+        half = row_precision(each)
+        if len({measure.text(one.estimate, half) for one in rivals[measure.key].values()}) == 1:
             first = None  # all shown values are equal: nothing to mark
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
@@ -101,9 +102,9 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
         )
         marked = rivals[measure.key].keys() if first else ()
         cells = [
-            _cell(measure, each[name], each[first or name], against.p_values.get((measure.key, name)), clear=clear)
+            _cell(each[name], half, each[first or name], against.p_values.get((measure.key, name)), clear=clear)
             if name in marked
-            else _cell(measure, each[name], None, None)
+            else _cell(each[name], half, None, None)
             if name in each
             else Cell("1" if measure.key == "members/count" else "–")  # a single network has no members
             for name in results.methods
@@ -149,8 +150,11 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             better = better and pair[1] not in results.near_chance
             noticed = better and not measure.is_negligible(comparison.first, comparison.second)
             clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
-            text = signed_text(measure, comparison.difference)
-            ends = f"{signed_text(measure, lower)} to {signed_text(measure, upper)}"
+            half, shown = (interval.upper - interval.lower) / 2, interval._replace(lower=lower, upper=upper)
+            text, ends = (
+                measure.text(interval.estimate, half, signed=True),
+                measure.interval_text(shown, half, signed=True),
+            )
             cells.append(Cell(text=text, interval=ends, best=clear, clear=clear, note=p_text(p_value)))
         rows.append(measure_row(measure, cells))
     return _noted_table(results, others, rows)
@@ -168,8 +172,8 @@ def distance_table(results: Results) -> Table | None:
     return _mean_table(results, known, distance_measures())
 
 
-def _mean_table(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
-    """Means over seeds for some methods, one row per measure."""
+def _mean_table(results: Results, methods: Mapping[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
+    """Means over seeds for some methods, one row per measure; None without rows or methods."""
     rows = []
     for measure in {each.key: each for each in found}.values():
         known = [all_have_metric(measure.key, several) for several in methods.values()]
@@ -178,39 +182,25 @@ def _mean_table(results: Results, methods: dict[str, list[Evaluation]], found: S
             for several, there in zip(methods.values(), known, strict=True)
         ]
         rows.append(Row(measure.label, measure.unit, "", cells))
-    return method_table(results, list(methods), rows) if methods else None
+    return method_table(results, list(methods), rows) if methods and rows else None
 
 
-def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
-    """A metric for every type of corruption, averaged over severities and seeds; `marked`: marks the best."""
-    first = next(iter(results.methods.values()))[0]
-    keys = {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}
-    return _detail_table(results, keys, measure, marked=marked)
+def corruption_table(results: Results, measure: Measure) -> Table | None:
+    """A measure for every type of corruption, averaged over severities and seeds."""
+    kinds = next(iter(results.methods.values()))[0].corruptions
+    return _mean_table(results, results.methods, [_renamed(measure, f"corrupt/{kind}", kind) for kind in kinds])
 
 
-def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
-    """A metric for every attack at every ε, averaged over seeds."""
+def attack_table(results: Results, measure: Measure) -> Table | None:
+    """A measure for every attack at every ε, averaged over seeds."""
     keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
-    split = [key.split("/") for key in keys if key.startswith("attack/")]
-    rows = {f"{each[1]}, ε = {each[2]}": "/".join(each) for each in split if len(each) == 4 and each[3] == metric}
-    return _detail_table(results, rows, measure, marked=marked)
+    split = [key.split("/") for key in keys if key.startswith("attack/") and key.endswith(f"/{measure.key}")]
+    found = [_renamed(measure, "/".join(each[:3]), f"{each[1]}, ε = {each[2]}") for each in split if len(each) == 4]
+    return _mean_table(results, results.methods, found)
 
 
-def _detail_table(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
-    """One row per label with the numbers of its key, averaged over seeds; None without rows."""
-    rows = []
-    for label, key in keys.items():
-        values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have_metric(key, each)}
-        rivals = [value for name, value in values.items() if name not in results.near_chance]
-        best = measure.text(max(rivals, key=measure.goodness)) if marked and len(rivals) > 1 else None
-        cells = [
-            Cell(text := measure.text(values[n]), best=text == best and n not in results.near_chance)
-            if n in values
-            else Cell("–")
-            for n in results.methods
-        ]
-        rows.append(Row(label.replace("_", " "), "", "", cells))
-    return method_table(results, list(results.methods), rows) if rows else None
+def _renamed(measure: Measure, prefix: str, label: str) -> Measure:
+    return replace(measure, key=f"{prefix}/{measure.key}", label=label.replace("_", " "))
 
 
 def score_table(results: Results) -> Table | None:
@@ -250,11 +240,17 @@ def overlap_by_method(draws: dict[str, ResampledMeasure]) -> dict[str, Overlap]:
     return {name: comparisons.example_overlap(first, each) for name, each in draws.items()}
 
 
-def best_method(measure: Measure, draws: dict[str, ResampledMeasure]) -> str | None:
+def best_method(draws: dict[str, ResampledMeasure]) -> str | None:
     """The method with the best estimate; None if there is none, or if methods were tested on different examples."""
-    if measure.best is None or len(draws) < 2 or "own" in overlap_by_method(draws).values():
+    if len(draws) < 2 or "own" in overlap_by_method(draws).values():
         return None
-    return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
+    best = max(draws.values(), key=lambda each: each.measure.goodness(each.estimate))
+    return next(name for name, each in draws.items() if each is best) if best.measure.best is not None else None
+
+
+def row_precision(draws: Mapping[str, ResampledMeasure]) -> float | None:
+    """The smallest half-width of a row's intervals, by which all its numbers are rounded; None without intervals."""
+    return min((half for each in draws.values() if (half := each.half_width)), default=None)
 
 
 def measure_row(measure: Measure, cells: list[Cell]) -> Row:
@@ -265,11 +261,6 @@ def direction_arrow(measure: Measure) -> str:
     if isinstance(measure.best, float):
         return f"→ {measure.text(measure.best)}"
     return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
-
-
-def signed_text(measure: Measure, value: float) -> str:
-    text = measure.text(value)
-    return (f"+{text}" if value > 0 else text).replace("-", "−")
 
 
 def p_text(p_value: float) -> str:
@@ -297,16 +288,20 @@ def _noted_table(results: Results, names: Sequence[str], rows: list[Row]) -> Tab
 
 
 def _cell(
-    measure: Measure, mine: ResampledMeasure, best: ResampledMeasure | None, p_value: float | None, clear: bool = False
+    mine: ResampledMeasure,
+    half: float | None,
+    best: ResampledMeasure | None,
+    p_value: float | None,
+    clear: bool = False,
 ) -> Cell:
     """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
-    interval = mine.interval()
+    measure, interval, text = mine.measure, mine.interval(), mine.measure.text(mine.estimate, half)
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
-    marked = is_best or (best is not None and measure.text(mine.estimate) == measure.text(best.estimate))
+    marked = is_best or (best is not None and text == measure.text(best.estimate, half))
     p_value = None if is_best else p_value
     return Cell(
-        text=measure.text(mine.estimate),
-        interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
+        text=text,
+        interval="" if interval is None or half is None else measure.interval_text(interval, half),
         best=marked,
         clear=is_best and clear,
         equal=not marked and p_value is not None and p_value >= SIGNIFICANT,

@@ -27,8 +27,8 @@ from dissensus.evaluation.evaluate import (
     checked_score,
     evaluate_predictions,
     metric_functions,
-    parameter_count,
     precision_note,
+    storage_cost,
 )
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import ANSWERS, guarantee_details, guarantee_metrics, guarantee_outcomes
@@ -56,7 +56,7 @@ def evaluation_of_run(
     both = (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
     corrupted, chosen = (read_counts(splits.pop(each)) if each in splits else None for each in both)
     about: dict[str, Any] = {"corrupted": corrupted, "temperature": float(posterior.temperature)}
-    about["parameters"] = parameter_count(posterior)
+    about["storage"] = storage_cost(posterior)
     if kind == "segmentation":
         parts = {split: prediction_splits.read_measured(splits.pop(split)) for split in [*splits]}
         score = checked_score(config.evaluation.get("score"), kind, 2)

@@ -121,7 +121,7 @@ def evaluation_of_pixels(
     *,
     corrupted: CorruptedCounts | None,
     score: str,
-    parameters: int,
+    storage: Mapping[str, float],
     temperature: float,
 ) -> Evaluation:
     """The Evaluation of the splits, "test" among them."""
@@ -134,7 +134,7 @@ def evaluation_of_pixels(
     for name in ood:
         metrics[f"ood/{name}/ece_union"] = float(bins["test"].merge(bins[name]).ece())
     found = Evaluation("segmentation", metrics, arrays, score, ood, shift)
-    return complete_evaluation(found, corrupted, {}, temperature, parameters, milliseconds)
+    return complete_evaluation(found, corrupted, {}, temperature, storage, milliseconds)
 
 
 Loader = Callable[[TaskRows], Batches]

@@ -3,6 +3,7 @@
 One process writes into it, and a run is resumed only from a folder with the same settings and weights.
 """
 
+import json
 import logging
 import os
 import platform
@@ -196,9 +197,18 @@ def read_evaluation(folder: Path) -> Evaluation:
         names = ("ood", "shift", "corruptions", "severities")
         several: dict[str, Any] = {name: tuple(facts.pop(name)) for name in names}
         notes = facts.pop("notes") | read_warnings(folder)
-        return Evaluation(arrays=arrays, notes=notes, **several, **facts)
+        return Evaluation(arrays=arrays | read_history(folder), notes=notes, **several, **facts)
     except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
         raise damage_error(path, f"without {error}") from error
+
+
+def read_history(folder: Path) -> dict[str, Tensor]:
+    """training/epochs (E,), and training/over/loss and validation (E,) as far as logged, from a run's log.jsonl."""
+    path = folder / "log.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    names = [name for name in ("loss", "validation") if rows and all(row.get(name) is not None for row in rows)]
+    found = {f"training/over/{name}": torch.tensor([row[name] for row in rows]) for name in names}
+    return found | ({"training/epochs": torch.arange(1, len(rows) + 1)} if found else {})
 
 
 ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a table
