@@ -75,6 +75,7 @@ LATENCY = {
 LAPLACE = {
     "program": ("program", ""),
     "case": ("case", ""),
+    "rows": ("rows", ""),
     "seeds": ("seeds", ""),
     "precision": ("prior precision", ".2f"),
     "evidence": ("evidence", ".2f"),
