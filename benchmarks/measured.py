@@ -83,3 +83,16 @@ LAPLACE = {
     "nll": ("NLL", ".3f"),
     "ece": ("ECE", ".3f"),
 }
+OOD_GATE = {
+    "method": ("ResNet-20 for CIFAR-10", ""),
+    "score": ("score", ""),
+    "false_alarms": ("false alarms", ".3f"),
+    "svhn": ("refused of SVHN", ".3f"),
+    "cifar100": ("of CIFAR-100", ".3f"),
+}
+NEVER_EMPTY = {
+    "score": ("sets at level 0.9", ""),
+    "coverage": ("coverage", ".3f"),
+    "size": ("mean size", ".3f"),
+    "empty": ("empty", ".3f"),
+}

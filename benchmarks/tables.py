@@ -424,6 +424,13 @@ def measurements() -> Iterator[tuple[str, str, str]]:
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
     table = measured.measured(found, measured.LAPLACE, command, "means over seeds; all cases in `laplace_cifar10.csv`")
     yield "results/pretrained.md", "laplace-cifar10", table
+    found, command = (
+        rows("ood_gate.csv"),
+        "python benchmarks/ood_gate.py --data FOLDER --weights resnet20.npz --csv FILE",
+    )
+    for name, columns in (("ood-gate", measured.OOD_GATE), ("never-empty", measured.NEVER_EMPTY)):
+        given = [row for row in found if row["size" if name == "never-empty" else "svhn"]]
+        yield "guides/guarantees.md", name, measured.measured(given, columns, command)
 
 
 def side_by_side() -> str:

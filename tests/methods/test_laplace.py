@@ -212,9 +212,9 @@ def test_a_fit_that_is_right_more_often_than_confident_says_so(caplog):
     x, y = 9 * nn.functional.one_hot(torch.arange(60) % 3, 3).double(), torch.arange(60) % 3
     network = nn.Linear(3, 3, bias=False).double()
     network.weight.data = torch.eye(3, dtype=torch.float64)  # logits 9, 0, 0: confident and right
-    posterior = Laplace(network, prior_precision=9.0).fit_posthoc([(x, y)])  # deviations of 3
+    posterior = Laplace(network, prior_precision=30.0).fit_posthoc([(x, y)])
     assert not caplog.records
-    posterior = Laplace(network, prior_precision=3.0).fit_posthoc([(x, y)])
+    posterior = Laplace(network, prior_precision=8.0).fit_posthoc([(x, y)])
     gap = 1 - float(posterior.predict(x).confidence.mean())
     assert gap > 0.05
     assert -float(posterior.predict(x).log_prob(y).mean()) < 0.1  # likelihoods alone would not say so
