@@ -3,8 +3,9 @@
     python benchmarks/laplace_cifar10.py --data FOLDER --weights resnet20.npz --csv benchmarks/results/laplace_cifar10.csv
 
 FOLDER holds CIFAR-10, the file the state dict of `ds.nets.ResNet(20)`, trained on pixels / 255 less the means .485 .456 .406
-over .229 .224 .225. The features of all images are computed once, two minutes on a core. Every row is fitted to those of the
-50,000 training images and measured on those of the 10,000 test images: layers below the last one are the same for all.
+over .229 .224 .225. The features of all images are computed once, two minutes on a core, and kept where --cache says. Every
+row is fitted to those of the 50,000 training images, or of 5,000 random ones in a `Subset`, another one for each seed, and
+measured on those of the 10,000 test images: layers below the last one are the same for all.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from rows import made_on, write_rows
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dissensus as ds
 from dissensus.bench.run.build import load_weights
@@ -30,6 +32,7 @@ CASES: list[dict[str, Any]] = [
     {"covariance": "joint"},
     {"covariance": "joint", "structure": "kron"},
 ]
+FEW = 5000  # of the training images
 Rows = tuple[Tensor, Tensor]
 
 
@@ -38,15 +41,23 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, required=True)
     arguments.add_argument("--weights", type=Path, required=True)
     arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--cache", type=Path)
     arguments.add_argument("--csv", type=Path, required=True)
     chosen = arguments.parse_args()
     torch.set_num_threads(1)
     network = ds.nets.ResNet(20).eval()
     load_weights(network, chosen.weights)
-    train, test = (features(network, ds.data.cifar10(split, folder=chosen.data)) for split in ("train", "test"))
-    made = [*ours(network.linear, train, test, chosen.seeds)]
-    if find_spec("laplace") is not None:
-        made += theirs(network.linear, train, test)
+    train, test = (cached_features(network, "cifar10", split, chosen.data, chosen.cache) for split in ("train", "test"))
+    made = [{"program": "dissensus", "case": "map", **measured(network.linear(test[0]).softmax(1).detach(), test[1])}]
+    for count in (len(train[1]), FEW):
+        for seed in range(chosen.seeds):
+            order = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(seed))
+            data = TensorDataset(*train)
+            loader = DataLoader(data if count == len(data) else Subset(data, order[:count].tolist()), batch_size=1000)
+            found = [*ours(network.linear, loader, test, seed)]
+            if find_spec("laplace") is not None and (count == FEW or seed == 0):
+                found += theirs(network.linear, loader, test, seed)
+            made += [{"rows": count, **row} for row in found]
     about = made_on("cpu")
     for row in made:
         print(row, flush=True)
@@ -62,29 +73,34 @@ def features(network: nn.Module, images: ImageSet) -> Rows:
     return torch.cat(parts), images.labels
 
 
-def ours(layer: nn.Module, train: Rows, test: Rows, seeds: int) -> Iterator[dict[str, Any]]:
-    loader = ds.data.Batches(*train, batch_size=1000)
-    yield {"program": "dissensus", "case": "map", **measured(layer(test[0]).softmax(1).detach(), test[1])}
-    for case in CASES:
-        for seed in range(seeds):
-            torch.manual_seed(seed)
-            posterior = ds.Laplace(layer, **case).fit_posthoc(loader)
-            found = posterior.curvature[0]
-            assert found is not None
-            yield {
-                "program": "dissensus",
-                "case": ", ".join(f"{key}={value}" for key, value in case.items()) or "as it comes",
-                "seed": seed,
-                "precision": round(float(found.precision), 4),
-                "evidence": round(float(posterior.log_marginal_likelihood()), 2),
-                **measured(ds.predict(posterior, ds.data.Batches(*test, batch_size=1000)).mean, test[1]),
-            }
+def cached_features(network: nn.Module, name: str, split: str, folder: Path, cache: Path | None) -> Rows:
+    """`features` of a named set of images, computed once where there is a file to keep them."""
+    known: dict[str, Rows] = torch.load(cache) if cache is not None and cache.exists() else {}
+    if (key := f"{name}_{split}") not in known:
+        known[key] = features(network, ds.data.image_set(name, split, folder=folder))
+        if cache is not None:
+            torch.save(known, cache)
+    return known[key]
 
 
-def theirs(layer: nn.Module, train: Rows, test: Rows) -> Iterator[dict[str, Any]]:
+def ours(layer: nn.Module, loader: DataLoader[Any], test: Rows, seed: int) -> Iterator[dict[str, Any]]:
+    few: list[dict[str, Any]] = [{"data_size": FEW}] if len(loader.sampler) == FEW else []  # type: ignore[arg-type]
+    for case in [*CASES, *few]:
+        torch.manual_seed(seed)
+        posterior = ds.Laplace(layer, **case).fit_posthoc(loader)
+        yield {
+            "program": "dissensus",
+            "case": ", ".join(f"{key}={value}" for key, value in case.items()) or "as it comes",
+            "seed": seed,
+            "precision": round(posterior.precision, 4),
+            "evidence": round(float(posterior.log_marginal_likelihood()), 2),
+            **measured(ds.predict(posterior, ds.data.Batches(*test, batch_size=1000)).mean, test[1]),
+        }
+
+
+def theirs(layer: nn.Module, loader: DataLoader[Any], test: Rows, seed: int) -> Iterator[dict[str, Any]]:
     from laplace import Laplace
 
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*train), batch_size=1000)
     for structure in ("full", "kron"):
         fitted = Laplace(
             nn.Sequential(nn.Identity(), layer),
@@ -102,7 +118,7 @@ def theirs(layer: nn.Module, train: Rows, test: Rows) -> Iterator[dict[str, Any]
                 yield {
                     "program": "laplace-torch",
                     "case": f"{structure}, prior {prior}, {link}",
-                    "seed": 0,
+                    "seed": seed,
                     "precision": round(float(fitted.prior_precision), 4),
                     "evidence": round(float(fitted.log_marginal_likelihood()), 2),
                     **measured(mean, test[1]),

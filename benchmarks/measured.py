@@ -75,10 +75,24 @@ LATENCY = {
 LAPLACE = {
     "program": ("program", ""),
     "case": ("case", ""),
+    "rows": ("rows", ""),
     "seeds": ("seeds", ""),
     "precision": ("prior precision", ".2f"),
     "evidence": ("evidence", ".2f"),
     "accuracy": ("accuracy", ".4f"),
     "nll": ("NLL", ".3f"),
     "ece": ("ECE", ".3f"),
+}
+OOD_GATE = {
+    "method": ("ResNet-20 for CIFAR-10", ""),
+    "score": ("score", ""),
+    "false_alarms": ("false alarms", ".3f"),
+    "svhn": ("refused of SVHN", ".3f"),
+    "cifar100": ("of CIFAR-100", ".3f"),
+}
+NEVER_EMPTY = {
+    "score": ("sets at level 0.9", ""),
+    "coverage": ("coverage", ".3f"),
+    "size": ("mean size", ".3f"),
+    "empty": ("empty", ".3f"),
 }

@@ -410,6 +410,9 @@ LEFT_OUT = {  # rows that the files alone have
 }
 
 
+LAPLACE_MEANS = ("accuracy", "nll", "ece", "precision", "evidence")
+
+
 def measurements() -> Iterator[tuple[str, str, str]]:
     """(page, name, table) of small measurements."""
     for page, name, files, columns, script, what in STEPS:
@@ -417,11 +420,20 @@ def measurements() -> Iterator[tuple[str, str, str]]:
         if name in LEFT_OUT:
             found = [row for row in found if not LEFT_OUT[name].search(row.get("case", row.get("what")))]
         yield page, name, measured.measured(found, columns, f"python benchmarks/{script}", what)
-    found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
+    found = measured.averaged(
+        [{"rows": "50000", **row} for row in rows("laplace_cifar10.csv")], ("program", "case", "rows"), LAPLACE_MEANS
+    )
     found = [row for row in found if "prior 1" not in row["case"] and row["case"] != "covariance=joint, structure=kron"]
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
     table = measured.measured(found, measured.LAPLACE, command, "means over seeds; all cases in `laplace_cifar10.csv`")
     yield "results/pretrained.md", "laplace-cifar10", table
+    found, command = (
+        rows("ood_gate.csv"),
+        "python benchmarks/ood_gate.py --data FOLDER --weights resnet20.npz --csv FILE",
+    )
+    for name, columns in (("ood-gate", measured.OOD_GATE), ("never-empty", measured.NEVER_EMPTY)):
+        given = [row for row in found if row["size" if name == "never-empty" else "svhn"]]
+        yield "guides/guarantees.md", name, measured.measured(given, columns, command)
 
 
 def side_by_side() -> str:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -147,3 +148,23 @@ def test_a_server_answers_eight_threads_as_it_answers_one(run, tmp_path):
         together = list(threads.map(ask, rows * 4))
     assert together == alone * 4
     assert client.post("/predict", json=[["a", 1]]).status_code == 422
+
+
+def test_an_image_service_answers_a_digit_and_says_why_it_refuses(run, tmp_path):
+    (_, sure), (_, unsure) = run("serve_images")
+    assert sure[0] > unsure[0]  # confidence
+    assert sure[1] < unsure[1]  # epistemic
+    from threading import Thread
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    served = runpy.run_path(str(next(path for path in EXAMPLES if path.stem == "serve_images")))
+    server = served["make_server"](file=tmp_path / "digits.pt2")
+    Thread(target=server.serve_forever, daemon=True).start()
+    answer = served["ask"](server, torch.zeros(28, 28, dtype=torch.uint8))
+    assert answer["likeliest"] in range(10)
+    assert answer["set"]  # never empty
+    assert (answer["answer"] is not None) == (answer["selective"] and answer["ood_gate"])
+    with pytest.raises(HTTPError, match="400"):
+        urlopen(f"http://127.0.0.1:{server.server_port}", b"no image")
+    server.shutdown()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dissensus import attacks, data, distributed, integrations, landscape, metrics, nets, sklearn, theory
     from dissensus.calibration.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.calibration.conformal import Conformal, conformal
+    from dissensus.calibration.decide import Decision, decide
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
@@ -71,6 +72,7 @@ _HOMES = {
     "EmpCov": "methods.parts.empcov_prior",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
+    "Decision": "calibration.decide",
     "Gate": "calibration.selective",
     "Group": "utils.parameter_groups",
     "History": "training.history",
@@ -92,6 +94,7 @@ _HOMES = {
     "conformal": "calibration.conformal",
     "convergence": "evaluation.member_diagnostics",
     "count_operations": "evaluation.evaluate",
+    "decide": "calibration.decide",
     "evaluate": "evaluation.evaluate",
     "export": "export_model",
     "fit": "training.fit",
@@ -110,18 +113,17 @@ _ROOMS = ("attacks", "data", "distributed", "integrations", "landscape", "metric
 __all__ = [
     "HMC", "LIT", "MAP", "METHODS", "SGHMC", "SVGD", "SWA", "SWAG", "TRADI", "Annealing", "AttackCurves",
     "BackboneAndHead", "BatchEnsemble", "Calibrated", "Capacity", "Classification", "ClassificationPredictive",
-    "Conformal", "Convergence", "Corruptions", "DeepEnsemble", "DistancesOverTraining", "Diverged", "DrawnFunctions",
-    "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate",
+    "Conformal", "Convergence", "Corruptions", "Decision", "DeepEnsemble", "DistancesOverTraining", "Diverged",
+    "DrawnFunctions", "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate",
     "GaussianPerturbation", "GaussianPrior", "Group", "HeteroscedasticRegression", "History", "ImagePrediction",
     "Laplace", "Lengthscales", "Likelihood", "Loader", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions",
     "Modulation", "MultiLabel", "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior",
     "RankOneBNN", "Recorder", "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior",
     "SequencePredictive", "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks",
-    "bench", "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "count_operations",
-    "data", "distributed", "evaluate", "export", "fit", "heads", "integrations", "landscape", "load",
-    "member_distances", "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches",
-    "predict_image", "refresh", "report", "save", "selective", "sklearn", "summarise", "temperature_scale", "theory",
-    "track", "watching",
+    "bench", "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "count_operations", "data",
+    "decide", "distributed", "evaluate", "export", "fit", "heads", "integrations", "landscape", "load", "member_distances",
+    "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report",
+    "save", "selective", "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
 ]  # fmt: skip
 
 

@@ -186,15 +186,14 @@ def _guarantee_outputs(name: str, promise: nn.Module) -> Callable[[Predictive, f
     ):  # fmt: skip
         log.warning("%s is not in the file: besides inputs it needs weights, groups or random numbers", name)
         return None
-    fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
+    thresholds = promise.thresholds(torch.ones(1, dtype=torch.float64))
 
     def outputs(predictive: Predictive, slack: float) -> dict[str, Tensor]:
         intervals = promise.score in INTERVAL_SCORES
         at = _add_slack(thresholds, 0.0 if intervals else slack).to(predictive.mean.device)
-        fixed._resolve_inputs = lambda *_: (predictive, at)  # type: ignore[method-assign]
         if intervals:
-            return dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
-        return {name: fixed.set(predictive)}
+            return dict(zip((f"{name}_lower", f"{name}_upper"), promise.interval_below(predictive, at), strict=True))
+        return {name: promise.set_below(predictive, at)}
 
     return outputs
 

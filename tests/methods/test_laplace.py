@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 import dissensus as ds
 import tiny
@@ -184,6 +185,40 @@ def test_held_out_rows_choose_the_precision_they_are_likeliest_under(caplog):
     assert posterior.precision == 0.01
     refuses(lambda: posterior.fit_posthoc(train, held_out=iter(held_out)), "expected held-out rows")
     assert posterior.precision == 0.01  # as it was
+
+
+@pytest.mark.parametrize(
+    ("part", "counted"), [("sampler", 100), ("subset", 100), ("most", 60), ("told", 20), ("fit", 20)]
+)
+def test_a_part_of_a_data_set_counts_as_all_of_it_unless_it_was_trained_on_alone(part, counted, caplog):
+    torch.manual_seed(0)
+    whole = TensorDataset(torch.randn(100, 4), torch.arange(100) % 3)
+    rows = range(60 if part == "most" else 20)
+    taken = {"sampler": SubsetRandomSampler(rows)} if part == "sampler" else {}
+    loader = DataLoader(whole if taken else Subset(whole, rows), batch_size=10, **taken)
+    posterior = Laplace(nn.Linear(4, 3), samples=2)
+    if part == "fit":
+        ds.fit(posterior, loader, epochs=1, progress=False)
+    else:
+        posterior.fit_posthoc(loader, data_size=20 if part == "told" else None)
+    x, y = whole[: len(rows)]
+    alone = Laplace(posterior.network, samples=2).fit_posthoc([(x, y)], data_size=counted)
+    torch.testing.assert_close(posterior.curvature[0].eigenvalues, alone.curvature[0].eigenvalues)
+    assert ("reads 20 of 100 rows, so Laplace counts each 5 times" in caplog.text) == (counted == 100)
+
+
+def test_a_fit_that_is_right_more_often_than_confident_says_so(caplog):
+    torch.manual_seed(0)
+    x, y = 9 * nn.functional.one_hot(torch.arange(60) % 3, 3).double(), torch.arange(60) % 3
+    network = nn.Linear(3, 3, bias=False).double()
+    network.weight.data = torch.eye(3, dtype=torch.float64)  # logits 9, 0, 0: confident and right
+    posterior = Laplace(network, prior_precision=30.0).fit_posthoc([(x, y)])
+    assert not caplog.records
+    posterior = Laplace(network, prior_precision=8.0).fit_posthoc([(x, y)])
+    gap = 1 - float(posterior.predict(x).confidence.mean())
+    assert gap > 0.05
+    assert -float(posterior.predict(x).log_prob(y).mean()) < 0.1  # likelihoods alone would not say so
+    assert f"right {gap:.3f} more often than it is confident" in caplog.text
 
 
 def test_a_data_size_that_is_none_is_refused():

@@ -55,6 +55,7 @@ def conformal(
     randomised: bool = False,
     penalty: float | None = None,
     free: int | None = None,
+    never_empty: bool = False,
     seed: int = 0,
     name: str = "conformal",
 ) -> Conformal:
@@ -80,6 +81,8 @@ def conformal(
             every set, so the coverage exceeds the level where the accuracy does.
         penalty, free: parameters of "raps" (0.01 for every rank above 5) and "disagreement" (1 deviation). Choose them on
             other rows.
+        never_empty: whether an empty set gets the likeliest class instead. The coverage can only grow, and the mean size grows
+            by the share of empty sets, `conformal/empty` in `evaluate`. But an empty set was a sign of a strange input.
         seed: seed of the random numbers for the calibration rows of a randomised score.
         name: key in `posterior.promises`.
 
@@ -108,6 +111,9 @@ def conformal(
     number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
     number("every weight", float(w.amax()), hint="a density ratio is finite")
     facts["weighted"] = weight is not None or bool((w != w[0]).any())
+    facts["never_empty"] = bool(never_empty)
+    if never_empty and facts["score"] not in CLASS_SCORES:
+        raise ValueError("expected never_empty for sets of classes, got a regression; leave it out")
     w = w if facts["weighted"] else torch.ones_like(w)
     promise = Conformal(facts, _conformal_tensors(found, w, groups, facts, least))
     promise.weight_of, promise.group_of = weight, by if callable(by) else None
@@ -228,11 +234,19 @@ class Conformal(Guarantee):
         if self.score not in CLASS_SCORES:
             raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
         predictive, thresholds = self._resolve_inputs(x, weight, group)
+        return self.set_below(predictive, thresholds, generator)
+
+    def set_below(self, predictive: Predictive, thresholds: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """(B, K) boolean: the classes whose score is at most its threshold (B or 1, 1 or K), for any predictive."""
         outputs = (self.facts["outputs"],)
         if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != outputs:
             wanted = f"{self.facts['outputs']} classes per row"
             raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
-        return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
+        found = class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
+        if not self.facts.get("never_empty"):  # files of earlier versions say nothing
+            return found
+        likeliest = torch.zeros_like(found).scatter(1, predictive.log_mean.argmax(1, keepdim=True), True)
+        return found | (likeliest & ~found.any(1, keepdim=True))
 
     def interval(
         self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
@@ -243,7 +257,10 @@ class Conformal(Guarantee):
         """
         if self.score in CLASS_SCORES:
             raise TypeError(f"expected a regression for intervals, got the score {self.score!r}; call .set(x)")
-        predictive, thresholds = self._resolve_inputs(x, weight, group)
+        return self.interval_below(*self._resolve_inputs(x, weight, group))
+
+    def interval_below(self, predictive: Predictive, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+        """(lower, upper) of the values whose score is at most its threshold (B or 1, P), for any predictive."""
         lower, upper, unit = interval_ends(predictive, self.score, self.level)  # (B, P)
         if lower.shape[1] != self.facts["outputs"]:
             wanted = f"{self.facts['outputs']} outputs per row"
@@ -257,21 +274,33 @@ class Conformal(Guarantee):
         mean = predictive.mean
         return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
 
+    def decide(
+        self, predictive: Predictive, x: Inputs, weight: Tensor | None, group: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Set or interval for the predictive of x, without asking whether it is the posterior's present one."""
+        bounded = self.set_below if self.score in CLASS_SCORES else self.interval_below
+        return bounded(predictive, self._row_thresholds(predictive, x, weight, group))
+
     def _resolve_inputs(
         self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
     ) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
-        inputs = None if isinstance(x, Predictive) else posterior.transform_inputs(x)  # as in calibration
+        return predictive, self._row_thresholds(predictive, None if isinstance(x, Predictive) else x, weight, group)
+
+    def _row_thresholds(self, predictive: Predictive, x: Any, weight: Tensor | None, group: Tensor | None) -> Tensor:
+        """(B or 1, P or K) thresholds of a predictive's rows; x: their inputs, if known."""
         rows, weighted = len(predictive), self.facts["weighted"]
-        w = self._row_values("weight", weight, self.weight_of, inputs, rows) if weighted else torch.ones(1)
+        w = self._row_values("weight", weight, self.weight_of, x, rows) if weighted else torch.ones(1)
         by_group = self.facts["by"] == "group"
-        g = self._row_values("group", group, self.group_of, inputs, len(predictive)) if by_group else None
-        return predictive, self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
+        g = self._row_values("group", group, self.group_of, x, rows) if by_group else None
+        return self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
 
     def _row_values(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
-        found = given if given is not None or function is None or x is None else function(x)
+        found = given
+        if found is None and function is not None and x is not None:
+            found = function(self.posterior.transform_inputs(x))  # as in calibration
         if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""

@@ -124,10 +124,12 @@ def guarantee_tables(promises: Promises, parts: Sequence[Mapping[tuple[int, int]
 
 
 def _set_metrics(rows: RowValues, name: str) -> dict[str, float]:
-    """coverage; size, the mean of finite sizes; infinite, the share of infinite sizes, if there are any."""
+    """coverage; size, the mean of finite sizes; empty and infinite, the shares of such sizes, if there are any."""
     covered, size = rows[f"{name}/covered"], rows[f"{name}/size"]
     finite = size.isfinite()
     found = {"coverage": float(covered.mean())}
+    if (size == 0).any():
+        found["empty"] = float((size == 0).double().mean())
     if finite.any():
         found["size"] = float(size[finite].mean())
     if not finite.all():

@@ -7,12 +7,13 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from statistics import fmean
 from typing import Any, Literal, Self, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions
@@ -22,6 +23,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
+from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.prior import make_prior
 from dissensus.methods.parts import last_layer as last_layers
 from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
@@ -34,6 +36,7 @@ log = logging.getLogger("dissensus")
 
 FACTORS = [10 ** (i / 2) for i in range(-4, 9)]  # of the prior precision, tried where rows are held out
 LOST = 0.1  # nats per row that a fit may cost its own rows beyond what a Gaussian accounts for
+APART = 0.05  # of the fitting rows, accuracy less confidence, that a fit may add to that of the network
 NUMBERS = 2**24  # outputs that are looked at after a fit
 
 
@@ -50,9 +53,9 @@ class Laplace(SamplingPosterior):
         structure: "full" keeps all of a layer's G; "kron" approximates it by a Kronecker product, for wide layers; "auto" is
             "full" for up to 11,585 weights (1 GiB), above that "kron", with a line in the log. Layers are independent.
         covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
-            "joint" samples all weights together. Softmax ignores a shift of all outputs, so under "joint" a confident
-            network stays nearly as confident; "rows" corresponds to the usual probit formula, which uses only the
-            outputs' variances. With several layers, the weights of each are sampled together.
+            "joint" samples all weights together, exactly. Softmax ignores a shift of all outputs, so "joint" changes confidence
+            little: better for networks that are calibrated already, worse for overconfident ones. Like the probit formula,
+            "rows" uses only the outputs' variances, and is less sure. Several layers are each sampled jointly.
         prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are computed at T = 1.
         layers: name patterns ("*lora*", or a list) of linear layers or 1×1 convolutions; None is the last layer called. For
@@ -102,24 +105,31 @@ class Laplace(SamplingPosterior):
     ) -> Self:
         """Fits the Gaussian at the present weights, chooses the prior precision, stores a draw, and returns the posterior.
 
-        Warns where the fit makes rows of the loader's first batch much less likely than the network does.
+        Warns where the fit makes rows of the loader's first batch much less likely, or less sure than right, than the network.
 
         Args:
             loader: batches (x, y) or (x, y, weight) of the training data; example weights are used.
-            data_size: number of training examples; if the loader holds only part of them, sums are scaled to it. None
-                is the posterior's own `data_size`, or without one the number of examples in the loader.
+            data_size: number of examples the network was trained on; if the loader holds only part of them, sums are scaled
+                to it. None is the posterior's own `data_size`; without one the length of the data set, if a DataLoader's
+                sampler or `Subset` reads less than half of it, with a warning; else the number of examples in the loader.
             held_out: batches of data that the network was not trained on. δ is multiplied by the factor from 0.01 to 10,000
                 that gives them the highest likelihood; a large factor leaves the network's own predictions. `ds.refresh` keeps
                 the choice; after `ds.load` call this again instead.
         """
+        make_prior(data_size=data_size)
+        return self._fit_gaussian(loader, data_size or self.data_size or dataset_size(loader), held_out)
+
+    def _fit_gaussian(
+        self, loader: Iterable[Any], data_size: int | None, held_out: Iterable[Any] | None = None
+    ) -> Self:
+        """As `fit_posthoc`, with the number of examples in the loader where data_size is None."""
         loader = Loader.complete(loader, self)
         if held_out is not None:
             held_out = Loader.complete(held_out, self)
-        make_prior(data_size=data_size)
         self.to(self.device)  # the parameters of the likelihood may be on another device than the network
         self._known.warn_once(noise_warning(self.particles))  # curvature and evidence depend on the noise
         with inference_context(self):
-            curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
+            curvature, first, rows = self._gather_curvatures(loader, data_size)
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
             self._set_precision(self.prior_precision)
@@ -137,7 +147,7 @@ class Laplace(SamplingPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         kept = [curvature.precision.clone() for curvature in self._fitted_curvatures()] if self._by_held_out else []
-        self.fit_posthoc(loader)
+        self._fit_gaussian(loader, self.data_size)  # `fit` has trained on the loader itself
         if kept:
             for curvature, precision in zip(self._fitted_curvatures(), kept, strict=True):
                 curvature.precision.copy_(precision)
@@ -206,6 +216,24 @@ class Laplace(SamplingPosterior):
                 "fit_posthoc(loader, held_out=held_out_loader)",
                 *(fitted, network, self.precision),
             )
+        elif (gap := self._underconfidence(self.draw(), some)) > APART + max(
+            0.0, self._underconfidence(self.current(), some)
+        ):
+            log.warning(
+                "on its own training rows Laplace is right %.3f more often than it is confident (prior precision %.3g): it is "
+                "too unsure; pass data_size= if the loader holds a part of the training data, or let held-out rows choose a "
+                "higher precision, fit_posthoc(loader, held_out=held_out_loader)", gap, self.precision,
+            )  # fmt: skip
+
+    def _underconfidence(self, functions: DrawnFunctions, batch: Batch) -> float:
+        """Accuracy less mean confidence of rows that count; 0 unless their targets are classes."""
+        with inference_context(self):
+            predictive = functions.predict(batch.x)
+        if not isinstance(predictive, CategoricalPredictive) or batch.y.shape != predictive.confidence.shape:
+            return 0.0
+        counted = self.likelihood.target_mask(batch.y)
+        apart = (predictive.log_mean.argmax(predictive.class_axis) == batch.y).double() - predictive.confidence.double()
+        return float((apart if counted is None else apart[counted]).mean())
 
     def _mean_log_prob(self, functions: DrawnFunctions, batches: Iterable[Batch]) -> float:
         """Mean over rows that count of the log-probability of targets under the functions' mixture."""
@@ -301,9 +329,8 @@ class Laplace(SamplingPosterior):
                 last_layers.add_batch_curvature(sums, network, likelihood, layers, batch)
         if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
-        if data_size is not None:
-            for one in (one for _, sums in gathered for one in sums):
-                torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], data_size / seen)
+        for one in (one for _, sums in gathered for one in sums):
+            torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], (data_size or seen) / seen)
         curvatures = [
             Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer))
             for (network, _), (layers, sums) in zip(members, gathered, strict=True)
@@ -359,3 +386,18 @@ class Laplace(SamplingPosterior):
         if state:
             self.curvature = nn.ModuleList(Curvature(each[number]) for number in sorted(each, key=int))
         return super().blank_draw(sizes, state)
+
+
+def dataset_size(loader: Any) -> int | None:
+    """Rows of the data set of which a DataLoader's sampler or `Subset` reads less than half, with a warning; else None."""
+    given = loader.given if isinstance(loader, Loader) else loader
+    data, rows = getattr(given, "dataset", None), getattr(given, "sampler", None)
+    while isinstance(data, Subset):
+        data = data.dataset
+    if not (isinstance(data, Sized) and isinstance(rows, Sized) and 0 < 2 * len(rows) < len(data)):
+        return None
+    log.warning(
+        "the loader reads %d of %d rows, so Laplace counts each %.3g times; pass data_size=%d if the network was trained on "
+        "these alone", len(rows), len(data), len(data) / len(rows), len(rows),
+    )  # fmt: skip
+    return len(data)
