@@ -85,10 +85,10 @@ def step(
     return train
 
 
-def prediction(device: str) -> Call:
-    """1,280 images by ten ResNet-18 in half precision."""
+def prediction(images: int, device: str) -> Call:
+    """Images by ten ResNet-18 in half precision."""
     made = ds.DeepEnsemble([ds.nets.ResNet(18) for _ in range(10)]).to(device)
-    data = ds.data.Batches(torch.randn(1280, 3, 32, 32, device=device), torch.zeros(1280).long(), batch_size=128)
+    data = ds.data.Batches(torch.randn(images, 3, 32, 32, device=device), torch.zeros(images).long(), batch_size=128)
     return lambda: ds.summarise(made, data, precision="bf16")
 
 
@@ -133,10 +133,10 @@ ROWS |= {
     "step, TRADI, ResNet-18, batch 128, bf16": partial(
         step, lambda: ds.TRADI(ds.nets.ResNet(18)), IMAGE, 128, "auto", precision=BF16
     ),
-    "1,280 images, DeepEnsemble, M = 10, ResNet-18, bf16": prediction,
+    **{f"{n:,} images, DeepEnsemble, M = 10, ResNet-18, bf16": partial(prediction, n) for n in (1280, 10_000)},
 }  # fmt: skip
 ENSEMBLE, DROPOUT = (f"one input, {method}, " for method in list(latency.METHODS)[1:])
-STEPS, PREDICTION = list(ROWS)[-5:-1], list(ROWS)[-1]
+STEPS, (PREDICTION, PREDICTIONS) = list(ROWS)[-6:-2], list(ROWS)[-2:]
 
 
 # ------------------------------------------------------------------ switches
@@ -286,14 +286,14 @@ PATHS = [
         "narrow convolutions",
         ("kernels.triton_first_conv", "kernels.fused_conv:has_narrow_kernel", "kernels.fused_conv:_NarrowConvolution"),
         without(fused_conv, "has_narrow_kernel", lambda *_: False),
-        (STEPS[0], PREDICTION),
+        (STEPS[0], PREDICTION, PREDICTIONS),
         "cuda",
     ),
     FastPath(
         "casts and folded weights kept",
         ("kernels.weight_cache",),
         without(cuda_graphs, "WeightCache", lambda tensors: None),
-        (PREDICTION,),
+        (PREDICTION, PREDICTIONS),
         "cuda",
     ),
     FastPath(
