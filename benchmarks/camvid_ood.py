@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from finished import comparison_rows, finished
-from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
+from rows import Row, by_key, markdown, origins_of, seeds_of, write_rows
 
 from dissensus.bench.report.comparisons import SIGNIFICANT, spread_of
 from dissensus.bench.report.figure_sections import segmentation_section
@@ -103,7 +103,7 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
             number_table(mine, compared),
             *said(compared),
             f"*`python benchmarks/camvid_ood.py RUNS`; {seeds_of(mine, NAMES)}, the paper's numbers in square brackets; "
-            f"{origin_of(mine)}.*",
+            f"{origins_of(mine)}.*",
         ]
     return "\n\n".join(parts)
 

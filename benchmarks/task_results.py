@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finished import comparison_rows, finished
-from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
+from rows import Row, markdown, origins_of, read_rows, seeds_of, write_rows
 
 from dissensus.bench.report.comparisons import (
     SIGNIFICANT,
@@ -232,7 +232,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
     said = [*sentence(pairs, columns, axes), *chain_sentence(rows)]
     if folded:
         said.append(f"{len(folded)} more rows are in the file." if axes else f"No bold number: {', '.join(folded)}.")
-    facts = f"{seeds_of(unique(rows), {})}; {origin_of(rows)}; `tasks/{name}.csv`"
+    facts = f"{seeds_of(unique(rows), {})}; {origins_of(rows)}; `tasks/{name}.csv`"
     return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}.*"])
 
 
