@@ -120,7 +120,7 @@ def verdict_page(path: Path = ROWS) -> str:
         wrong += said.kind == "independent" and each.upper < -0.01
         ends = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
         cell = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
-        if members in (8, 32):
+        if members in (8, 32) and units in (16, 64, 256):
             lines.append([*cell, f"{ends[0]} ({ends[1]} … {ends[2]})"])
     rank = float(spearmanr(crowding, list(points.values())).statistic)
     same = [(a, b) for a in points for b in points if a[0] < b[0] and a[1] * b[0] == b[1] * a[0]]

@@ -94,13 +94,15 @@ HIDDEN = {  # columns that are in the files alone
         ("against/agreement", "against/halves/total_variation", "against/rhat"),
     ),
     "standard-uci": ("crps", *SECONDS),
-    "label-noise": ("nll",),
+    "label-noise": ("nll", "noise/recovered"),
+    "data-size": ("ece",),
+    "cold-posterior": ("accuracy",),
     "adversarial": (
-        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy"),
+        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy", "fool/confidence"),
         *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
     ),
 }
-PLACES = {"data-size": ("250", "1000", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
+PLACES = {"data-size": ("250", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
 FOLDED = (  # rows within chance of the baseline are left out
     *("standard", "standard-uci", "reference-posterior", "reference-uci", "reference-digits", "adversarial"),
     *("label-noise", "data-size", "cold-posterior"),
