@@ -42,7 +42,7 @@ COLUMNS = {  # metric -> (column, factor, digits)
     f"{OOD}mutual_information/auroc": ("AUROC %, mutual information", 100, 1),
     "cost/train_seconds": ("training, s", 1, 0),
 }
-SHOWN = ("miou", "nll", "ece", f"{OOD}auroc", f"{OOD}fpr95")  # the others are in the file
+SHOWN = ("miou", "nll", f"{OOD}auroc", f"{OOD}fpr95")  # the others are in the file
 COMPARED = ("miou", "nll", f"{OOD}auroc", f"{OOD}aupr", f"{OOD}fpr95", f"{OOD}fpr95_in")
 NAMES = {
     "map": "MAP (MCP)",
