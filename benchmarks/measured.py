@@ -76,10 +76,8 @@ LATENCY = {
 LAPLACE = {
     "program": ("program", ""),
     "case": ("case", ""),
-    "seeds": ("seeds", ""),
     "precision": ("prior precision", ".2f"),
     "evidence": ("evidence", ".2f"),
-    "accuracy": ("accuracy", ".4f"),
     "nll": ("NLL", ".3f"),
     "ece": ("ECE", ".3f"),
 }

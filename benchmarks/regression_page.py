@@ -18,7 +18,6 @@ SHOWN = {
     "rmse": "RMSE",
     "interval_score": "interval score",
     "coverage90": "coverage, %",
-    "seconds": "seconds of one core",
 }
 PAIRS = (  # first model, second model
     (CV, SPLIT),
@@ -41,7 +40,7 @@ def page(rows: list[Row]) -> str:
     if any(row["device"].startswith("cuda") for row in rows):
         origin += "TabM ran on a GPU, its seconds are those of a step on one core times its steps; "
     parts = [coverage_sentence(rows), network_sentence(rows), verdicts(rows), sizes(rows)]
-    parts += [measure_table(rows, key) for key in SHOWN]
+    parts += [*(measure_table(rows, key) for key in SHOWN), seconds_table(rows)]
     more = "other models, widths and every split in `regression_tables.csv`"
     return "\n\n".join([*parts, f"{origin}means over ten splits; {more}; {origins_of(rows)}.*"])
 
@@ -64,13 +63,22 @@ def measure_table(rows: list[Row], key: str) -> str:
     lines = []
     for name in tables_by_size(rows):
         means = [statistics.fmean(values(rows, name, model, key)) for model in models]
-        cells = [f"{mean:.1f}" if key == "seconds" else number(mean) for mean in means]
+        cells = [number(mean) for mean in means]
         if key == "coverage90":
             cells = [f"{100 * mean:.0f}" for mean in means]
         if key in COMPARED:
             cells = [f"**{c}**" if mean == min(means) else c for c, mean in zip(cells, means, strict=True)]
         lines.append([name, *cells])
     return markdown([SHOWN[key], *models], lines)
+
+
+def seconds_table(rows: list[Row]) -> str:
+    """Processor seconds of one fit: the least, the median and the most over tables."""
+    models = [model for model in COLUMNS if any(row["model"] == model for row in rows)]
+    each = {m: [statistics.fmean(values(rows, name, m, "seconds")) for name in tables_by_size(rows)] for m in models}
+    kinds = {"least": min, "median": statistics.median, "most": max}
+    lines = [[f"{kind} of all tables", *(f"{of(each[m]):.1f}" for m in models)] for kind, of in kinds.items()]
+    return markdown(["seconds of one core", *models], lines)
 
 
 def sizes(rows: list[Row]) -> str:

@@ -102,7 +102,11 @@ HIDDEN = {  # columns that are in the files alone
         *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
     ),
 }
-PLACES = {"data-size": ("250", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
+PLACES = {
+    "label-noise": ("0.2", "0.8"),
+    "data-size": ("250", "2000"),
+    "cold-posterior": ("0.1", "1", "10"),
+}  # of the first axis
 FOLDED = (  # rows within chance of the baseline are left out
     *("standard", "standard-uci", "reference-posterior", "reference-uci", "reference-digits", "adversarial"),
     *("label-noise", "data-size", "cold-posterior"),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+MOST_WORDS, MOST_PROSE = 60_000, 25_000  # tests/test_words.py
 NO_PROSE = re.compile(
     r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->|^ *```.*?^ *```\s*?$|^ *\|.*?$|<!--.*?-->", re.DOTALL | re.MULTILINE
 )
