@@ -53,9 +53,6 @@ def page() -> str:
     said = []
     for question, _, rest in (each.partition("?") for each in width_verdicts(found)):
         first, *others = rest.strip().rstrip(".").split("; ")
-        first = first.replace("not to be told to a point", "inconclusive at ±1 point").replace(
-            "not to be told", "inconclusive"
-        )
         more = f"; {len(others)} more in the file" if others else ""
         said.append(f"- **{question}?** {first}{more}.")
     said.append(facts_of(rows))

@@ -76,6 +76,7 @@ LATENCY = {
 LAPLACE = {
     "program": ("program", ""),
     "case": ("case", ""),
+    "seeds": ("seeds", ""),
     "precision": ("prior precision", ".2f"),
     "evidence": ("evidence", ".2f"),
     "nll": ("NLL", ".3f"),

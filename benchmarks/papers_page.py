@@ -117,7 +117,7 @@ def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
     if chosen := chosen_method(task, mine):
         made = f"Chosen on the held-out images: {chosen}.\n\n{made}"
     asked = f"\n\nNot run: `{command(task, left)}`; {expected_minutes(left, rows)} min of a GPU" if left else ""
-    return f"{markdown(header, lines)}\n\n{made}{asked}" if lines else f"{made}{asked}"
+    return f"{markdown(header, lines)}\n\n{made}{asked}" if lines else f"{task.settings['reference']['source']}.{asked}"
 
 
 def chosen_method(task: Task, rows: list[Row]) -> str | None:

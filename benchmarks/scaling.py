@@ -116,8 +116,8 @@ def predicted_page(rows: list[Row]) -> str:
     table = markdown(header, lines)
     first = rows[0]
     facts = f"seed {first['seed']}; commit {first['commit']}, numpy {first['numpy']}, {first['device']}"
-    made = f"*`python benchmarks/scaling.py predict --csv FILE`; simulated, {facts}; other sizes in `scaling_predicted.csv`.*"
-    return f"{table}\n\n{made}"
+    made = "*`python benchmarks/scaling.py predict --csv FILE`; simulated"
+    return f"{table}\n\n{made}, {facts}; other sizes in `{PREDICTED}`.*"
 
 
 # ---------------------------------------------------------------------------------------------------- measured here
