@@ -82,8 +82,10 @@ def lines(read: Read) -> Iterator[list[str]]:
         word = "yes" if all(met) else "in part" if any(met) else "no"
         unit = f" {aim.unit}" if aim.unit else ""
         limit = f"{'≥' if aim.least else '≤'} {aim.limit:g}{unit}"
-        yield [aim.what, limit, ", ".join(f"{value:.4g}{unit}" for value in found), word, f"`{aim.file}`"]
+        each = [f"{value:.3g}{unit}" for value in (found if len(found) < 3 else (min(found), max(found)))]
+        yield [aim.what, limit, (", " if len(found) < 3 else " to ").join(each), word]
 
 
 def page(read: Read) -> str:
-    return markdown(["what", "aim", "measured", "reached", "file"], list(lines(read)))
+    files = ", ".join(f"`{name}`" for name in dict.fromkeys(aim.file for aim in AIMS))
+    return f"{markdown(['what', 'aim', 'measured', 'reached'], list(lines(read)))}\n\n*From {files}.*"

@@ -99,10 +99,10 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
 def half_table(found: list[dict[str, str]]) -> str:
     """One row per posterior and device, for docs/results/speed.md."""
     heads = ["networks", "largest error of a mean", "of a member", "decisions changed"]
-    heads += ["NLL, float32", "bf16", "ECE, float32", "bf16"]
+    heads += ["NLL, float32", "bf16"]
     lines = []
     for row in found:
-        numbers = [f"{float(row[f'{name}_{kind}']):.4f}" for name in ("nll", "ece") for kind in ("float32", "bf16")]
+        numbers = [f"{float(row[f'{name}_{kind}']):.4f}" for name in ("nll",) for kind in ("float32", "bf16")]
         largest = [row[f"largest_{which}"] for which in ("mean", "member")]
         lines.append([row["networks"], *largest, f"{row['decisions_changed']} of {row['rows']}", *numbers])
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, markdown, origin_of, read_rows, write_rows
+from rows import Row, markdown, origins_of, read_rows, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -202,7 +202,7 @@ def made(rows: Sequence[Mapping[str, Any]]) -> str:
     seeds = len({row["seed"] for row in rows})
     return (
         f"*`python benchmarks/calibration.py --data FOLDER`; {seeds} seed{'s' * (seeds > 1)}, {int(float(rows[0]['rows'])):,} "
-        f"test images, intervals paired by image; {origin_of(rows)}; all rows in `{NUMBERS}` and `{SETS}`.*"
+        f"test images, intervals paired by image; {origins_of(rows)}; all rows in `{NUMBERS}` and `{SETS}`.*"
     )
 
 

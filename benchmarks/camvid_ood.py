@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from finished import comparison_rows, finished
-from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
+from rows import Row, by_key, markdown, origins_of, seeds_of, write_rows
 
 from dissensus.bench.report.comparisons import SIGNIFICANT, spread_of
 from dissensus.bench.report.figure_sections import segmentation_section
@@ -42,7 +42,7 @@ COLUMNS = {  # metric -> (column, factor, digits)
     f"{OOD}mutual_information/auroc": ("AUROC %, mutual information", 100, 1),
     "cost/train_seconds": ("training, s", 1, 0),
 }
-SHOWN = ("miou", "nll", "ece", f"{OOD}auroc", f"{OOD}fpr95")  # the others are in the file
+SHOWN = ("miou", "nll", f"{OOD}auroc", f"{OOD}fpr95")  # the others are in the file
 COMPARED = ("miou", "nll", f"{OOD}auroc", f"{OOD}aupr", f"{OOD}fpr95", f"{OOD}fpr95_in")
 NAMES = {
     "map": "MAP (MCP)",
@@ -103,7 +103,7 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
             number_table(mine, compared),
             *said(compared),
             f"*`python benchmarks/camvid_ood.py RUNS`; {seeds_of(mine, NAMES)}, the paper's numbers in square brackets; "
-            f"{origin_of(mine)}.*",
+            f"{origins_of(mine)}.*",
         ]
     return "\n\n".join(parts)
 

@@ -60,13 +60,16 @@ def source(rows: Sequence[Row], command: str, file: str) -> str:
 
 
 def compared(rows: Sequence[Row], names: dict[str, str], columns: dict[str, tuple[str, float, int]]) -> str:
-    """One line per method: what is trained, what is kept, what was measured and on how many seeds."""
+    """One line per method: what is trained, what is kept, what was measured; where methods differ in it, on how many seeds."""
     lines = []
+    counts = {name: len({row["seed"] for row in rows if row["method"] == name}) for name in names}
+    differ = len(set(counts.values())) > 1
     for name, method in names.items():
         mine = [row for row in rows if row["method"] == name]
         cells = [mean(mine, key, factor, digits) for key, (_, factor, digits) in columns.items()]
-        lines.append([TITLES[method], *COST[method], *cells, str(len({row["seed"] for row in mine}))])
-    return markdown(["method", "you train", "you keep", *(title for title, _, _ in columns.values()), "seeds"], lines)
+        lines.append([TITLES[method], *COST[method], *cells, *([str(counts[name])] if differ else [])])
+    titles = [title for title, _, _ in columns.values()] + ["seeds"] * differ
+    return markdown(["method", "you train", "you keep", *titles], lines)
 
 
 SCORES = {"accuracy": ("accuracy %", 100, 1), "nll": ("NLL", 1, 3), "ece": ("ECE %", 100, 1)}
@@ -80,7 +83,7 @@ def trained() -> str:
     columns = SCORES | {"calibrated/nll": ("NLL at a temperature", 1, 3), "corrupt/nll": ("NLL, damaged", 1, 2)}
     columns |= {"ood/svhn/auroc": ("AUROC %, SVHN", 100, 1)}
     table = compared(rows, names, columns)
-    return f"{table}\n\n{source(rows, 'python benchmarks/pretrained.py', 'pretrained.csv')}"
+    return f"{table}\n\n{source(rows, 'python benchmarks/pretrained.py --seeds 5', 'pretrained.csv')}"
 
 
 def scratch() -> str:

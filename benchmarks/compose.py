@@ -46,6 +46,7 @@ NAMES = {
     "multilaplace": "multi-Laplace",
     "multilaplace-joint": "multi-Laplace, joint",
 }
+HIDDEN = ("accuracy", "ece")  # compared, too; the file alone shows them
 MEASURES = {  # metric -> (title, whether more is better, digits)
     "accuracy": ("accuracy", True, 4),
     "nll": ("NLL", False, 4),
@@ -198,15 +199,16 @@ def of(rows: list[Row], method: str) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Mean ± standard deviation over seeds; bold: differs from the deep ensemble."""
     found, lines = comparisons(rows), []
+    shown = {key: measure for key, measure in MEASURES.items() if key not in HIDDEN}
     for method in (name for name in NAMES if of(rows, name)):
         mine = of(rows, method)
         cells = [NAMES[method], mine[0]["networks"], mine[0]["members/count"]]
-        for key, (_, _, digits) in MEASURES.items():
+        for key, (_, _, digits) in shown.items():
             mean, deviation, _ = summary(row[key] for row in mine)
             text = f"{mean:.{digits}f} ± {deviation:.{digits}f}"
             cells.append(f"**{text}**" if found.get((method, key), (None, 1.0))[1] < SIGNIFICANT else text)
         lines.append(cells)
-    titles = (title for title, _, _ in MEASURES.values())
+    titles = (title for title, _, _ in shown.values())
     return markdown(["method", "networks", "functions", *titles], lines)
 
 

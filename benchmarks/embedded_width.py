@@ -53,9 +53,6 @@ def page() -> str:
     said = []
     for question, _, rest in (each.partition("?") for each in width_verdicts(found)):
         first, *others = rest.strip().rstrip(".").split("; ")
-        first = first.replace("not to be told to a point", "inconclusive at ±1 point").replace(
-            "not to be told", "inconclusive"
-        )
         more = f"; {len(others)} more in the file" if others else ""
         said.append(f"- **{question}?** {first}{more}.")
     said.append(facts_of(rows))
@@ -120,7 +117,7 @@ def verdict_page(path: Path = ROWS) -> str:
         wrong += said.kind == "independent" and each.upper < -0.01
         ends = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
         cell = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
-        if members in (8, 32):
+        if members in (8, 32) and units in (16, 64, 256):
             lines.append([*cell, f"{ends[0]} ({ends[1]} … {ends[2]})"])
     rank = float(spearmanr(crowding, list(points.values())).statistic)
     same = [(a, b) for a in points for b in points if a[0] < b[0] and a[1] * b[0] == b[1] * a[0]]

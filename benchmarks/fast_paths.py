@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import latency
 import torch
-from rows import Row, made_on, read_rows, write_rows
+from rows import Row, by_key, made_on, read_rows, write_rows
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from turns import in_turns
@@ -407,49 +407,57 @@ def page(rows: list[Row]) -> str:
 
 
 def page_tables(rows: list[Row]) -> Iterator[tuple[str, str]]:
-    """(name of a block, its table)."""
+    """(name of a block, its table): each path's row of the largest ratio, and rows that were never measured."""
     known = {path.name for path in PATHS}
     for machine in MACHINES:
-        lines = [*TABLE]
+        lines, shown = [*TABLE], list[Row]()
         for path in (each for each in PATHS if each.device == machine):
-            found = {row["row"]: row for row in rows if row["path"] == path.name}
-            where = ", ".join(
-                f"`{each.replace('.', '/').replace(':', '.py: ') + '.py' * (':' not in each)}`" for each in path.code
-            )
-            lines += [
-                f"| {path.name} ({where}) | {r['lines']} | {r['row']} | {measures_of(r)} |" for r in found.values()
-            ]
-            command = f'python benchmarks/fast_paths.py --device {machine} --paths "{path.name}"'
-            for row in (each for each in path.rows if each not in found):
-                about = f"{path.name} ({where}) | {lines_of(path)} | {row}"
-                lines.append(f"| {about} | | | | not measured here: `{command}` |")
-        yield f"fast-paths-{machine}", "\n".join(lines)
-    gone = [row for row in rows if row["path"] not in known]
-    removed = [f"| {row['path']} | {row['lines']} | {row['row']} | {measures_of(row)} |" for row in gone]
-    yield "fast-paths-removed", "\n".join([*TABLE, *removed])
+            found = [row for row in rows if row["path"] == path.name]
+            about = f"{path.name} (`{path.code[0].replace(':', '.')}`{', …' * (len(path.code) > 1)})"
+            shown += (best := largest_ratios(found))
+            lines += [f"| {about} | {r['lines']} | {r['row']} | {measures_of(r)} |" for r in best]
+            missing = [row for row in path.rows if row not in {each["row"] for each in found}]
+            lines += [f"| {about} | {lines_of(path)} | {row} | not measured | |" for row in missing]
+        yield f"fast-paths-{machine}", "\n".join([*lines, *caption(shown, f"--device {machine}")])
+    gone = largest_ratios([row for row in rows if row["path"] not in known])
+    removed = [f"| {row['path']} | {row['lines']} | {measures_of(row).split(' | ')[1]} |" for row in gone]
+    head = ("| path | lines | ratio |", "|---|---|---|")
+    yield "fast-paths-removed", "\n".join([*head, *removed, *caption(gone, "")])
+
+
+def largest_ratios(rows: list[Row]) -> list[Row]:
+    """One row of each path: the one that it makes faster than all others."""
+    return [max(each, key=lambda row: float(row["ratio"])) for each in by_key(rows, "path").values()]
+
+
+def caption(rows: list[Row], option: str) -> list[str]:
+    """Below a table: the command, the machines and the file."""
+    machines = "; ".join(dict.fromkeys(f"{row['device']}, torch {row['torch']}" for row in rows)) or "not measured yet"
+    command = f"python benchmarks/fast_paths.py {option}".rstrip()
+    return ["", f"*`{command}`; {machines}; the other rows are in `fast_paths.csv`.*"]
 
 
 def measures_of(row: Row) -> str:
-    sides = (f"{row[f'{side}_ms']} ({row[f'{side}_low']}–{row[f'{side}_high']})" for side in ("with", "without"))
-    gain = f"{row['ratio']} ({row['ratio_low']}–{row['ratio_high']})"
-    return " | ".join([*sides, gain, f"{row['device']}, torch {row['torch']}"])
+    """Milliseconds with and without the path, and their ratio with its quartiles."""
+    fast, plain = (
+        f"{v:,.0f}" if v >= 100 else f"{v:#.3g}" for v in (float(row[f"{s}_ms"]) for s in ("with", "without"))
+    )
+    ratio, low, high = (f"{float(row[key]):.2f}" for key in ("ratio", "ratio_low", "ratio_high"))
+    return f"{fast} → {plain} | {ratio} ({low}–{high})"
 
 
 HEAD = """# Fast paths
 
-Code that gives the same numbers as plainer code, sooner. A path stays while it makes a row that users see at least a tenth
-faster on the machine that it is for; all that went may cost a row a tenth together. This page is written by
-`benchmarks/fast_paths.py`, which has the switch of each path: milliseconds are medians with quartiles over rounds in which
-both sides take turns, ratios are without / with."""
-NOTES = """Below a tenth, and still here: the submodules among plain attributes and the trees mapped by hand, 19 lines that
-all act on one input by a deep ensemble of small networks, whose row has paid for what went before; on a GPU narrow
-convolutions, since a step of ten ResNet-18 shall not become slower than what `gpu.py` has promised, and the weights kept,
-since without both the row of predictions would lose more than a tenth. Without graphs the row counts the attempts to
-capture, too: a plain loop over ten networks is in `benchmarks/results/gpu_h200.csv`."""
-REMOVED = """These gained less than a tenth and went, with their tests. Modes set as attributes were part of the one context for
-predictions; their row is no row of users: `fit` leaves networks in eval mode."""
+Code that computes the same numbers faster than plainer code. A path stays while it makes something that users run at least a
+tenth faster on its machine. `benchmarks/fast_paths.py` writes this page and switches each path off: the tables show the case
+each path helps most, as medians over rounds in turns, with quartiles of the ratio."""
+NOTES = """Some paths below a tenth remain. The submodules among plain attributes and the trees mapped by hand are short and
+speed up one input in small deep ensembles. Without narrow convolutions and the cached weights, predictions on a GPU would
+lose more than a tenth together. Without graphs, the time includes attempts to capture; `gpu_h200.csv` has a plain loop."""
+REMOVED = """These gained less than a tenth and were removed with their tests. Modes set as attributes only helped networks in
+training mode, and `fit` leaves them in eval mode."""
 MACHINES = {"cpu": "On a CPU", "arm": "On an Arm CPU", "cuda": "On a GPU"}
-TABLE = ("| path | lines | row | with, ms | without, ms | ratio | machine |", "|---|---|---|---|---|---|---|")
+TABLE = ("| path | lines | case | ms, with → without | ratio |", "|---|---|---|---|---|")
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
 """Tables of small measurements, each of one file or two in benchmarks/results."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from rows import Row, grouped, markdown, origins_of, summary
@@ -13,7 +14,7 @@ def measured(rows: Sequence[Row], columns: Mapping[str, Column], command: str, w
         [
             f"{float(row[key]):{form}}"
             if form and row.get(key, "nan") not in ("", "nan")
-            else row.get(key, "").replace("nan", "")
+            else re.sub(r".*(H200|cpu).*", r"\1", row.get(key, "").replace("nan", ""))
             for key, (_, form) in columns.items()
         ]
         for row in rows
@@ -79,7 +80,6 @@ LAPLACE = {
     "seeds": ("seeds", ""),
     "precision": ("prior precision", ".2f"),
     "evidence": ("evidence", ".2f"),
-    "accuracy": ("accuracy", ".4f"),
     "nll": ("NLL", ".3f"),
     "ece": ("ECE", ".3f"),
 }

@@ -45,7 +45,7 @@ NAMES = {
 }
 
 
-SHOWN = ("accuracy", "nll", "ood/notmnist/auroc", "ood/notmnist/fpr95", "ece")  # the others are in the file
+SHOWN = ("nll", "ood/notmnist/auroc", "ood/notmnist/fpr95")  # the others are in the file
 CHANCE = "within chance"
 
 

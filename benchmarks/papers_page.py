@@ -99,15 +99,16 @@ def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
     judged = [key for key in JUDGED if key in keys]
     lines = []
     for method in task.methods:
-        runs = [row for row in mine if row["method"] == method]
+        if not (runs := [row for row in mine if row["method"] == method]):
+            continue
         numbers = theirs.get(method, {})
         cells = [number_cell(key, [float(row[key]) for row in runs], numbers.get(key)) for key in keys]
-        minutes = f"{summary(float(row['seconds']) / 60 for row in runs)[0]:.1f}" if runs else "–"
+        minutes = f"{summary(float(row['seconds']) / 60 for row in runs)[0]:.1f}"
         own = {row["metric"]: row for row in compared if row["method"] == method}
         says = "; ".join(
             f"{COLUMNS[key][0].split(',')[0]} {judge(key, own[key], task, method)}" for key in judged if own
         )
-        lines.append([method, str(len(runs)), *cells, minutes, says if runs else "not run"])
+        lines.append([method, str(len(runs)), *cells, minutes, says])
     header = ["method", "seeds", *(COLUMNS[key][0] for key in keys), "minutes", f"against {task.settings['baseline']}"]
     left = [method for method in task.methods if not any(row["method"] == method for row in mine)]
     made = f"*Ours, mean over seeds (published). {task.settings['reference']['source']}."
@@ -116,7 +117,7 @@ def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
     if chosen := chosen_method(task, mine):
         made = f"Chosen on the held-out images: {chosen}.\n\n{made}"
     asked = f"\n\nNot run: `{command(task, left)}`; {expected_minutes(left, rows)} min of a GPU" if left else ""
-    return f"{markdown(header, lines)}\n\n{made}{asked}"
+    return f"{markdown(header, lines)}\n\n{made}{asked}" if lines else f"{task.settings['reference']['source']}.{asked}"
 
 
 def chosen_method(task: Task, rows: list[Row]) -> str | None:
@@ -144,7 +145,7 @@ def expected_minutes(methods: list[str], rows: list[Row]) -> str:
 
 def number_cell(key: str, values: list[float], number: PublishedNumber | None) -> str:
     _, factor, digits, _ = COLUMNS[key]
-    ours = f"{factor * summary(values)[0]:.{digits}f}" if values else "–"
+    ours = f"{factor * summary(values)[0]:.{digits}f}"
     return ours if number is None else f"{ours} ({factor * number.value:.{digits}f})"
 
 
@@ -155,9 +156,10 @@ def judge(key: str, row: Row, task: Task, method: str) -> str:
     base = str(task.settings["baseline"])
     ours, low, high = (float(row[name]) for name in ("difference", "lower", "upper"))
     digits += 1
-    text = f"{factor * ours:+.{digits}f} ({factor * low:+.{digits}f} to {factor * high:+.{digits}f}; "
+    text = f"{factor * ours:+.{digits}f} ({factor * low:+.{digits}f} to {factor * high:+.{digits}f}"
     seeds, above = round(float(row["seeds"])), int(row["above"])
-    text += f"{above if ours > 0 else seeds - above} of {seeds} seeds {'above' if ours > 0 else 'below'} 0)"
+    several = f"; {above if ours > 0 else seeds - above} of {seeds} seeds {'above' if ours > 0 else 'below'} 0"
+    text += f"{several * (seeds > 1)})"
     if key not in theirs.get(method, {}) or key not in theirs.get(base, {}):
         return text
     wanted = theirs[method][key].value - theirs[base][key].value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rows import Row, markdown
+from rows import Row, markdown, origins_of
 
 NETWORKS = {
     "mlp": "MLP",
@@ -52,6 +52,14 @@ ends when the GPU has finished (twenty batches, ten for ResNet-18). Predictions 
 `1e-3`, of ResNets `0.05`."""
 ON_CPU = ("Training, one step", "Prediction", "Prediction of one input", "Last-layer Laplace: fit", "Kernels")
 ON_GPU = ("Training, one step", "Training, one epoch in one call", "Prediction", "Prediction of one input")
+LEFT_OUT = {  # rows that the files alone have
+    "5 × small conv net, batch 128",
+    "1 × small conv net, batch 128",
+    "BatchEnsemble of 4, small conv net, batch 128",
+    "5 × small conv net, 256 inputs",
+    "20 × MLP, 1280 inputs",
+    "1 × ResNet-20, 1 input",
+}
 WORST = 3  # that are named
 LOST = 0.95  # below this ratio the other side is called faster
 
@@ -73,7 +81,7 @@ def time(row: Row) -> str:
 
 def matrix(rows: Sequence[Row], name: Callable[[Row], str], cell: Callable[[Row], str]) -> str:
     """A table with a column for each library that has a number or a failure in one of the rows."""
-    shown = [row for row in rows if row["seconds"] or row["note"] != "not offered"]
+    shown = [row for row in rows if (row["seconds"] or row["note"] != "not offered") and name(row) not in LEFT_OUT]
     libraries = list(dict.fromkeys(row["library"] for row in shown))
     lines: dict[str, dict[str, str]] = {}
     for row in shown:
@@ -142,13 +150,10 @@ def page(rows: Sequence[Row]) -> str:
     seen = {row["library"]: f"{row['library']} {row['version']}" for row in rows if row["version"]}
     rounds = " and ".join(dict.fromkeys(row["rounds"] for row in rows if row["rounds"]))
     threads = " and ".join(dict.fromkeys(row["threads"] for row in rows if row["threads"]))
-    torch = " and ".join(dict.fromkeys(row["torch"] for row in rows if row["torch"]))
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, {row['device']}" for row in rows))
+    made = origins_of([row for row in rows if row["torch"]])
     clocks = {"perf_counter": "", "process_time": "processor time, "}
     clock = " and ".join(dict.fromkeys(clocks[row["clock"]] for row in rows if row["clock"]))
-    facts = (
-        f"{clock}medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}; torch {torch}"
-    )
+    facts = f"{clock}medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}"
     flags = f" --threads {threads}" + " --clock processor" * ("processor" in clock)
     command = f"python benchmarks/peers.py {'--device cuda' if gpu else '--venvs FOLDER'}{flags} --csv FILE"
     file = "peers_gpu_h200.csv" if gpu else "peers_cpu.csv"

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rows import FACTS, Row, markdown, read_rows, training_time, write_rows
+from rows import FACTS, Row, markdown, origins_of, read_rows, write_rows
 from safetensors.torch import load
 from torch import Tensor
 
@@ -72,7 +72,7 @@ ELSEWHERE = (  # methods on the page on choosing, or in the figure and the file
     *(f"node_bnn-out{k}" for k in SIZES),
 )
 SHOWN = (  # the others are in the file
-    *("accuracy", "nll", "ece", "calibrated/nll", "calibrated/ece", "corrupt/nll", "ood/svhn/auroc"),
+    *("accuracy", "nll", "ece", "calibrated/nll", "corrupt/nll", "ood/svhn/auroc"),
 )
 TITLES = {
     "accuracy": "accuracy %",
@@ -243,10 +243,9 @@ def recipe_table(rows: Sequence[Row], pairs: Sequence[Row]) -> str:
         def mean(method: str, key: str, mine: dict[str, list[Row]] = mine) -> float:
             return fmean(float(row[key]) for row in mine[method])
 
-        cells = [f"{mean(method, 'calibrated/nll'):.4f}" for method in ("map", "node_bnn")]
-        cells += [f"{100 * mean(method, 'accuracy'):.2f}" for method in ("map", "node_bnn")]
+        cells = [f"{100 * mean(method, 'accuracy'):.1f}" for method in ("map", "node_bnn")]
         lines.append([name, *(_difference(each[name], "nll") for each in (found, tempered)), *cells])
-    heads = ["network", "NLL less the original's at T", "both at T", "NLL at T", "recipe", "accuracy %", "recipe"]
+    heads = ["network", "NLL less the original's at T", "both at T", "accuracy %", "recipe"]
     table = markdown(heads, lines)
     bold = f"Bold: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the networks of a column."
     said = f"Against the original at its temperature, the recipe as it comes is {counted(found)};"
@@ -298,7 +297,7 @@ def says(pairs: Sequence[Row]) -> str:
             sure = [float(p["difference"]) for p in mine if p["p_value"] < SIGNIFICANT]
             ahead = sum(value > 0 if metric == "accuracy" else value < 0 for value in sure)
             behind = f", behind in {len(sure) - ahead}" if len(sure) > ahead else ""
-            cells.append(f"{ahead} of {len(mine)}{behind}")
+            cells.append(f"{ahead}/{len(mine)}{behind}")
         lines.append(cells)
     title = "cases in which NodeBNN is ahead beyond chance of"
     table = markdown([title, *(name.replace(" %", "") for name in TITLES.values())], lines)
@@ -367,8 +366,8 @@ def tried_table(rows: Sequence[Row]) -> str:
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    told = " and ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
-    return f"*`{COMMAND}`, then `python benchmarks/pretrained_page.py runs.tar.gz`; {told}{training_time(rows)}.*"
+    """The command and the facts of a table's rows."""
+    return f"*`{COMMAND}`, then `python benchmarks/pretrained_page.py runs.tar.gz`; {origins_of(rows)}.*"
 
 
 def drawn(rows: Sequence[Row]) -> Any:

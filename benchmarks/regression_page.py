@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import regression_sets
-from regression_tables import CV, HISTOGRAM, LINEAR, MODELS, OWN, SPLIT
+from regression_tables import CV, HISTOGRAM, LINEAR, OWN, SPLIT
 from rows import Paired, Row, by_key, interval, markdown, origins_of, paired, summary
 
 from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
@@ -17,8 +17,7 @@ SMALL = 1000  # rows: what CV+ is for
 SHOWN = {
     "rmse": "RMSE",
     "interval_score": "interval score",
-    "width90": "width (coverage %)",
-    "seconds": "seconds of one core",
+    "coverage90": "coverage, %",
 }
 PAIRS = (  # first model, second model
     (CV, SPLIT),
@@ -27,6 +26,7 @@ PAIRS = (  # first model, second model
     (SPLIT, "TabM (split)"),
 )
 COMPARED = ("rmse", "interval_score")
+COLUMNS = (SPLIT, CV, "TabM (split)", "gradient boosting (CV+)", HISTOGRAM)  # the file has all models
 
 
 def page(rows: list[Row]) -> str:
@@ -39,9 +39,10 @@ def page(rows: list[Row]) -> str:
     )
     if any(row["device"].startswith("cuda") for row in rows):
         origin += "TabM ran on a GPU, its seconds are those of a step on one core times its steps; "
-    parts = [coverage_sentence(rows), network_sentence(rows), verdicts(rows), differences(rows), sizes(rows)]
-    parts += [measure_table(rows, key) for key in SHOWN]
-    return "\n\n".join([*parts, f"{origin}means over splits; {origins_of(rows)}.*"])
+    parts = [coverage_sentence(rows), network_sentence(rows), verdicts(rows), sizes(rows)]
+    parts += [*(measure_table(rows, key) for key in SHOWN), seconds_table(rows)]
+    more = "other models, widths and every split in `regression_tables.csv`"
+    return "\n\n".join([*parts, f"{origin}means over ten splits; {more}; {origins_of(rows)}.*"])
 
 
 def tables_by_size(rows: Sequence[Row]) -> list[str]:
@@ -57,19 +58,27 @@ def number(value: float) -> str:
 
 
 def measure_table(rows: list[Row], key: str) -> str:
-    """Means over splits, a line for each table, a column for each model; the least error and score of a table in bold."""
-    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    """Means over splits, a line for each table, a column for each model; the least error and score shown in bold."""
+    models = [model for model in COLUMNS if any(row["model"] == model for row in rows)]
     lines = []
     for name in tables_by_size(rows):
         means = [statistics.fmean(values(rows, name, model, key)) for model in models]
-        cells = [f"{mean:.1f}" if key == "seconds" else number(mean) for mean in means]
-        if key == "width90":
-            covered = [100 * statistics.fmean(values(rows, name, model, "coverage90")) for model in models]
-            cells = [f"{cell} ({each:.0f})" for cell, each in zip(cells, covered, strict=True)]
-        if key in ("rmse", "interval_score"):
+        cells = [number(mean) for mean in means]
+        if key == "coverage90":
+            cells = [f"{100 * mean:.0f}" for mean in means]
+        if key in COMPARED:
             cells = [f"**{c}**" if mean == min(means) else c for c, mean in zip(cells, means, strict=True)]
         lines.append([name, *cells])
     return markdown([SHOWN[key], *models], lines)
+
+
+def seconds_table(rows: list[Row]) -> str:
+    """Processor seconds of one fit: the least, the median and the most over tables."""
+    models = [model for model in COLUMNS if any(row["model"] == model for row in rows)]
+    each = {m: [statistics.fmean(values(rows, name, m, "seconds")) for name in tables_by_size(rows)] for m in models}
+    kinds = {"least": min, "median": statistics.median, "most": max}
+    lines = [[f"{kind} of all tables", *(f"{of(each[m]):.1f}" for m in models)] for kind, of in kinds.items()]
+    return markdown(["seconds of one core", *models], lines)
 
 
 def sizes(rows: list[Row]) -> str:
@@ -77,10 +86,9 @@ def sizes(rows: list[Row]) -> str:
     lines = []
     for name in tables_by_size(rows):
         first = by_key(rows, "set")[name][0]
-        splits = len({row["split"] for row in rows if row["set"] == name})
         counts = [f"{int(first[key]):,}" for key in ("table_rows", "rows", "columns", "categories")]
-        lines.append([name, regression_sets.origin_of(name), *counts, str(splits)])
-    return markdown(["table", "source", "rows", "training rows", "columns", "of them categories", "splits"], lines)
+        lines.append([name, regression_sets.origin_of(name), *counts])
+    return markdown(["table", "source", "rows", "training rows", "columns", "categories"], lines)
 
 
 def measured_pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -113,20 +121,6 @@ def compare(rows: list[Row], first: str, second: str) -> dict[tuple[str, str], D
     return {key: Difference(*both, p) for (key, both), p in zip(found.items(), adjusted, strict=True)}
 
 
-def differences(rows: list[Row]) -> str:
-    """A line for each table, a column for each pair of models."""
-    pairs = measured_pairs(rows)
-    all_pairs = [compare(rows, *pair) for pair in pairs]
-    lines = []
-    for name in tables_by_size(rows):
-        cells = [name]
-        for found in all_pairs:
-            each = [found[column, name] for column in COMPARED if (column, name) in found]
-            cells.append(" / ".join(f"**{percent(e.ratio)}**" if e.beyond_chance else percent(e.ratio) for e in each))
-        lines.append(cells)
-    return markdown(["RMSE / interval score, %", *(f"{first} over {second}" for first, second in pairs)], lines)
-
-
 def verdicts(rows: list[Row]) -> str:
     """What the differences of two models come to over tables, with one line more for small tables where rows are held out."""
     small = {row["set"] for row in rows if int(row["table_rows"]) < SMALL}
@@ -141,9 +135,9 @@ def verdicts(rows: list[Row]) -> str:
                 lines.append([f"… on tables under {SMALL:,} rows", *told_apart(few)])
     heads = ["", "average over tables, % (95 % interval)", "lower on", "lower beyond chance", "higher beyond chance"]
     return (
-        f"{markdown(heads, lines)}\n\nNegative: the first is better. Beyond chance, and bold below: p < {SIGNIFICANT:g} by "
-        "Student's t over splits, adjusted by Holm for all tables and both measures of a pair. Splits of a table share rows, "
-        "so these p-values are somewhat too small; the intervals are over tables."
+        f"{markdown(heads, lines)}\n\nNegative: the first is better. Beyond chance: p < {SIGNIFICANT:g} by "
+        "Student's t over splits, by Holm for all tables and both measures of a pair; splits share rows, so the p-values are "
+        "somewhat too small. In bold: the best model shown."
     )
 
 

@@ -61,8 +61,8 @@ def origin_of(name: str) -> str:
     """Where a table comes from, for the page."""
     if name in R_TABLES:
         package, item, target, _ = R_TABLES[name]
-        return f"{item} of the R package {package} ({LICENCES[package]}), target {target}"
-    return {"friedman": "simulated: Friedman 1", "diabetes": "scikit-learn"}.get(name, "UCI")
+        return f"{item}.{target}, R: {package} ({LICENCES[package]})"
+    return {"friedman": "simulated", "diabetes": "scikit-learn"}.get(name, "UCI")
 
 
 def sources(uci: Path) -> dict[str, Callable[[], Table]]:

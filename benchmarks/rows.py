@@ -101,12 +101,6 @@ def made_on(device: torch.device | str) -> Row:
     return {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device(device))}
 
 
-def origin_of(rows: Sequence[Row]) -> str:
-    """The rows' facts together: "commit a and b, torch 2, cpu"."""
-    commits, versions, devices = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in FACTS)
-    return f"commit {commits}, torch {versions}, {devices}{training_time(rows)}"
-
-
 def training_time(rows: Sequence[Row]) -> str:
     """ "; 12 min of training", if the rows have it, else ""."""
     minutes = sum(float(row.get("cost/train_seconds") or 0) for row in rows) / 60
@@ -114,14 +108,17 @@ def training_time(rows: Sequence[Row]) -> str:
 
 
 def origins_of(rows: Sequence[Row]) -> str:
-    """The rows' facts as they occur together: "commit a, torch 2, cpu; commit b, torch 2, cuda"."""
-    every = dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows)
+    """The rows' facts as they occur together: "commits a, b: torch 2, cpu; commit b: torch 2, cuda"."""
+    every = []
+    for (version, device), several in grouped(rows, FACTS[1:]).items():
+        commits = list(dict.fromkeys(row["commit"] for row in several))
+        every.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}: torch {version}, {device}")
     return f"{'; '.join(every)}{training_time(rows)}"
 
 
 def made_by(command: str, rows: Sequence[Row], what: str, more: str = "") -> str:
     """A line for below a table: the command, how often, what each row says of the program and the machine, and the file."""
-    return f"*`{command}`; {what}; {origin_of(rows)}{f'; {more}' if more else ''}.*"
+    return f"*`{command}`; {what}; {origins_of(rows)}{f'; {more}' if more else ''}.*"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -82,6 +82,19 @@ SHOWN = {  # methods of the tables of particles; the others are in the files
     "toy-classification-small": SMALL,
     "lengthscales": ("deep_ensemble", "lit", "forde", "forde-alpha100"),
 }
+HIDDEN = {  # columns that are compared, too, and that the files alone show
+    "toy-regression": ("rmse",),
+    "toy-regression-adam": ("region/at_data/sd", "rmse"),
+    "toy-classification": ("nll",),
+    "toy-regression-small": ("region/at_data/sd", "rmse"),
+    "toy-classification-small": ("nll",),
+    "lengthscales": ("nll", "ece"),
+    "forde-variants": ("corrupt/ece", "ood/fashion/auroc"),
+    "node-corruptions": ("ece", "corrupt/severity5/accuracy"),
+    "remedies": ("corrupt/ece",),
+    "node_digits": ("ece", "corrupt/ece"),
+    "node_cubic_gap": ("region/at_data/sd",),
+}
 NODES = {  # file -> columns, what methods are compared with, and the command
     "node_digits": (
         {
@@ -171,11 +184,14 @@ GPU_SECTIONS = {
 }
 
 
+GPU_LEFT_OUT = ("loop over networks, bf16", "summarise, bf16")
+
+
 def gpu_tables(found: list[dict[str, str]]) -> str:
     """What a step and a prediction cost on a GPU."""
     parts = []
     for what, (title, ratio) in GPU_SECTIONS.items():
-        mine = [row for row in found if row["what"] == what]
+        mine = [row for row in found if row["what"] == what and row["name"] not in GPU_LEFT_OUT]
         columns = {"name": "what", "run": "run", "ms": "ms", "ratio": ratio, "error": "largest error of a probability"}
         if what == "steps":
             columns = {"name": "what", "ms": "ms", "ratio": ratio, "reserved_gib": "GiB"}
@@ -188,31 +204,41 @@ def gpu_tables(found: list[dict[str, str]]) -> str:
 def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
     """Deviations in bf16, mean over seeds."""
     keys = ("activation", "batch norm", "steps")
-    columns = ("likelihood", "directions", "repulsion", "flipped")
+    columns = ("directions", "repulsion")
     titles = (*keys, *(f"{column} %" for column in columns))
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for key, members in grouped((row for row in found if row["how"] == "bf16"), keys).items():
         cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g}" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
     seeds = len({row["seed"] for row in found})
-    facts = f"{seeds} seeds; {origins_of(found)}; noise in float32, for comparison, in `bf16_repulsion.csv`"
+    facts = f"{seeds} seeds; {origins_of(found)}; other deviations, and in float32, in `bf16_repulsion.csv`"
     made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {facts}.*"
     return "\n".join([*lines, "", made])
 
 
 def seed_table(
-    found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str, against: str = ""
+    found: list[dict[str, str]],
+    key: str,
+    columns: dict[str, str],
+    *,
+    where: str,
+    command: str,
+    against: str = "",
+    hidden: Sequence[str] = (),
 ) -> str:
-    """One row per value of `key`, with its number of seeds where rows differ in it; bold: differs from `against`."""
-    groups = by_key(found, key)
+    """One row per value of `key`, with its number of seeds where rows differ in it; bold: differs from `against`.
+
+    Hidden columns are compared and counted as well.
+    """
+    groups, shown = by_key(found, key), {name: title for name, title in columns.items() if name not in hidden}
     differ = len({len(members) for members in groups.values()}) > 1
     compared = comparisons(groups, columns, [(name, against) for name in groups if against and name != against])
     lines = []
     for name, members in groups.items():
-        cells = [marked(mean_and_spread(members, column), compared.get((name, against, column))) for column in columns]
+        cells = [marked(mean_and_spread(members, column), compared.get((name, against, column))) for column in shown]
         lines.append([f"{name}{f' ({len(members)} seeds)' if differ else ''}", *cells])
     facts = f"{seeds_of(found, {})}, mean ± standard deviation; {versions_of(found)}; {where}{training_time(found)}"
-    parts = [markdown([key, *columns.values()], lines), f"*`{command}`; {facts}.*"]
+    parts = [markdown([key, *shown.values()], lines), f"*`{command}`; {facts}.*"]
     if against:
         parts.insert(1, bold(against, compared))
     return "\n\n".join(parts)
@@ -261,7 +287,7 @@ def mean_and_spread(members: list[dict[str, str]], column: str) -> str:
     values = [float(row[column]) for row in members if row.get(column)]
     if not values:
         return "–"
-    return f"{statistics.mean(values):.4g} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.2g}"
+    return f"{statistics.mean(values):.3g} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.2g}"
 
 
 def particle_rows(task: str) -> list[dict[str, str]]:
@@ -277,7 +303,8 @@ def particle_table(task: str, columns: dict[str, str]) -> str:
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
     where += f"; all {len(by_key(every, 'method'))} methods in `{task.replace('-', '_')}.csv`"
     against = "deep_ensemble" if task == "lengthscales" else "forde"
-    table = seed_table(found, "method", columns, where=where, command=command, against=against)
+    hidden = HIDDEN[task]
+    table = seed_table(found, "method", columns, where=where, command=command, against=against, hidden=hidden)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
     shown = [
         f"![{text}](figures/{name}.png)"
@@ -321,7 +348,7 @@ def false_positive_table(found: list[dict[str, str]]) -> str:
         [noises.get(row["noise"], f"{float(row['noise']):g} : 1"), row["seeds"]]
         + [f"{100 * float(row[key]):.1f}" for key in titles]
         for row in found
-        if row["metric"] == "nll" and row["seeds"] in ("2", "5")
+        if row["metric"] == "nll" and row["seeds"] in ("2", "5") and row["noise"] not in ("0.3", "3.0")
     ]
     largest = []
     for metric, name in (("nll", "NLL"), ("accuracy", "accuracy"), ("ood/far/auroc", "AUROC")):
@@ -363,7 +390,8 @@ def node_table(name: str) -> str:
     columns, against, command = NODES[name]
     found = rows(f"{name}.csv")
     where = " and ".join(dict.fromkeys(row["device"] for row in found)) + f"; `{name}.csv`"
-    return seed_table(found, "method", columns, where=where, command=command, against=against)
+    hidden = HIDDEN[name]
+    return seed_table(found, "method", columns, where=where, command=command, against=against, hidden=hidden)
 
 
 STEPS = (  # page, name, files, columns, script, what the numbers are
@@ -438,7 +466,13 @@ def measurements() -> Iterator[tuple[str, str, str]]:
 
 def side_by_side() -> str:
     """Variants of FoRDE on all tasks that have them, one column per number."""
-    headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
+    shown = [
+        (task, key, title)
+        for task, columns in SIDE_BY_SIDE.items()
+        for key, title in columns.items()
+        if task != "forde-variants" or key not in HIDDEN[task]
+    ]
+    headings = [f"{title} ({task})" for task, _, title in shown]
     groups = {task: by_key(particle_rows(task), "method") for task in SIDE_BY_SIDE}
     every = dict.fromkeys(name for group in groups.values() for name in group)
     names = [name for name in every if name == "deep_ensemble" or name.startswith("forde")]
@@ -448,8 +482,7 @@ def side_by_side() -> str:
         [name]
         + [
             marked(mean_and_spread(groups[task].get(name, []), key), compared[task].get((name, "forde", key)))
-            for task, columns in SIDE_BY_SIDE.items()
-            for key in columns
+            for task, key, _ in shown
         ]
         for name in names
     ]
@@ -489,7 +522,7 @@ def shift_table(task: str) -> str:
     command = f"dissensus bench {task} --size {found[0]['size']} --seeds {len({row['seed'] for row in found})}"
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
     where += f"; `{task.replace('-', '_')}.csv`"
-    parts = [seed_table(found, "method", columns, where=where, command=command, against="map")]
+    parts = [seed_table(found, "method", columns, where=where, command=command, against="map", hidden=HIDDEN[task])]
     title, pairs = shift.PAIRS[task]
     count = len(comparisons(by_key(found, "method"), columns, pairs))
     parts += [

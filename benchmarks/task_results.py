@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finished import comparison_rows, finished
-from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
+from rows import Row, markdown, origins_of, read_rows, seeds_of, write_rows
 
 from dissensus.bench.report.comparisons import (
     SIGNIFICANT,
@@ -94,13 +94,19 @@ HIDDEN = {  # columns that are in the files alone
         ("against/agreement", "against/halves/total_variation", "against/rhat"),
     ),
     "standard-uci": ("crps", *SECONDS),
-    "label-noise": ("nll",),
+    "label-noise": ("nll", "noise/recovered"),
+    "data-size": ("ece",),
+    "cold-posterior": ("accuracy",),
     "adversarial": (
-        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy"),
+        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy", "fool/confidence"),
         *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
     ),
 }
-PLACES = {"data-size": ("250", "1000", "2000"), "cold-posterior": ("0.1", "1", "10")}  # of the first axis
+PLACES = {
+    "label-noise": ("0.2", "0.8"),
+    "data-size": ("250", "2000"),
+    "cold-posterior": ("0.1", "1", "10"),
+}  # of the first axis
 FOLDED = (  # rows within chance of the baseline are left out
     *("standard", "standard-uci", "reference-posterior", "reference-uci", "reference-digits", "adversarial"),
     *("label-noise", "data-size", "cold-posterior"),
@@ -232,7 +238,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
     said = [*sentence(pairs, columns, axes), *chain_sentence(rows)]
     if folded:
         said.append(f"{len(folded)} more rows are in the file." if axes else f"No bold number: {', '.join(folded)}.")
-    facts = f"{seeds_of(unique(rows), {})}; {origin_of(rows)}; `tasks/{name}.csv`"
+    facts = f"{seeds_of(unique(rows), {})}; {origins_of(rows)}; `tasks/{name}.csv`"
     return "\n\n".join([table, " ".join(said), *drawn, f"*`{COMMANDS[name]}`; {facts}.*"])
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 KEYWORDS = {  # what people type who look for a page; the search puts it first, before titles
-    "distributed.md": "ddp multi-gpu slurm torchrun",
-    "sharding.md": "fsdp",
+    "distributed.md": "ddp fsdp multi-gpu slurm torchrun",
     "guides/adapters.md": "lora peft",
+    "guides/bench.md": "benchmark toml",
     "guides/calibration.md": "calibration ece temperature",
     "guides/deploy.md": "docker fastapi onnx serve",
     "guides/guarantees.md": "conformal coverage",

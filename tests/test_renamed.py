@@ -8,14 +8,15 @@ from pathlib import Path
 import dissensus
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "developing" / "renamed.md"
-NAMES = re.findall(r"^[|] `([\w.]+)` [|] `([\w.]+)` [|]$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-MODULES = list(csv.reader(PAGE.with_name("renamed_modules.csv").read_text(encoding="utf-8").splitlines()))[1:]
+NAMES, MODULES = (
+    list(csv.reader((ROOT / "docs" / "developing" / name).read_text(encoding="utf-8").splitlines()))[1:]
+    for name in ("renamed_names.csv", "renamed_modules.csv")
+)
 TEXTS = [
     path
     for pattern in "src/**/*.py tests/**/*.py benchmarks/*.py examples/*.py docs/**/*.md *.md *.toml".split()  # noqa: SIM905
     for path in ROOT.glob(pattern)
-    if path not in (PAGE, Path(__file__))
+    if path != Path(__file__)
 ]
 
 

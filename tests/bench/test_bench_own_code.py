@@ -508,22 +508,24 @@ def test_weights_of_a_foreign_model_are_converted(library, name, settings, tmp_p
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "own.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((DOCS / page).read_text() for page in ("guides/bench.md", "reference/tasks.md"))
 
 
 def test_the_files_of_the_page_are_tasks_that_run(tmp_path, monkeypatch):
     pandas = pytest.importorskip("pandas")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    (code,) = re.findall(r"`mine.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
-    first, second = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    for name, text in (("mine.py", code), ("task.toml", first), ("houses.toml", second)):
+    files = dict(re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", PAGES, re.DOTALL))
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
+    usual = [load_task(str(tmp_path / "usual.toml"), size=size).settings for size in ("short", "smoke")]
+    assert [each["training"]["epochs"] for each in usual] == [5, 1]
     results, _ = bench(load_task(str(tmp_path / "task.toml"), overrides=["training.epochs=1"]), out=tmp_path / "a")
     assert list(results.methods) == ["deep_ensemble", "mine:Pulled"]
     assert {"ood/far/auroc", "shift/moved/nll"} <= results.methods["mine:Pulled"][0].metrics.keys()
     mine = sys.modules["mine"]
-    loaded = ds.load(tmp_path / "a/mine.Pulled-seed0/posterior", mine.Net(2, 2, hidden=20), method=mine.Pulled)
+    loaded = ds.load(tmp_path / "a/mine.Pulled-seed0/posterior", mine.make_network(2, 2, hidden=20), method=mine.Pulled)
     assert (loaded.strength, loaded.particles.members) == (0.5, 3)
     rng = np.random.default_rng(0)
     frame = pandas.DataFrame({"area": rng.uniform(40, 200, 100), "town": rng.choice(["Bath", "York"], 100)})

@@ -297,14 +297,14 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
     said = dict(zip((FOLLOW, FALL, BEST, TRANSITION), width_verdicts(width_claims(made())), strict=True))
     assert "embedded − independent, M = 4, width 2×: equal within a point, +0.01" in said[FOLLOW]
     assert "members' test accuracy for every doubling of M, mean: yes, −2.00" in said[FALL]
-    assert "not to be told, +1.00 (no interval: nothing varies) doublings" in said[BEST]  # the same with every seed
+    assert "inconclusive, +1.00 (no interval: nothing varies) doublings" in said[BEST]  # the same with every seed
     assert "at p = 0: γ = M, +20.01" in said[TRANSITION]
     assert "at p = 1: γ = 1, −19.99" in said[TRANSITION]
     worse = [each for each in width_claims(made()) if each.question == FOLLOW]
     far = [claim._replace(value=-0.2, lower=-0.3, upper=-0.1) for claim in worse]
     assert "below by more than a point" in width_verdicts(far)[0]
     wide = [claim._replace(value=0.0, lower=-0.3, upper=0.3) for claim in worse]
-    assert "not to be told" in width_verdicts(wide)[0]
+    assert "inconclusive" in width_verdicts(wide)[0]
     # zero is outside of one interval: enough where it was the only one that was looked at, by Holm not among two
     pair = [each for each in width_claims(made()) if each.question == TRANSITION]
     near = [pair[0]._replace(value=0.2, lower=0.01, upper=0.39), pair[1]._replace(value=0.0, lower=-0.1, upper=0.1)]

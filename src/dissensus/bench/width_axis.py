@@ -157,11 +157,11 @@ FOLLOW = "Do wide embedded ensembles follow independent ones?"
 FALL = "Does the accuracy of members fall as M/N grows?"
 BEST = "Does the best M grow with the width?"
 TRANSITION = "Which γ is better on the way from independent to equal members?"
-FAR = ("above by more than a point", "below by more than a point", "not to be told to a point")
+FAR = ("above by more than a point", "below by more than a point", "inconclusive at ±1 point")
 WORDS = {
     FOLLOW: VerdictWords(*FAR, near=0.01, equal="equal within a point"),
-    FALL: VerdictWords("no, it grows", "yes", "not to be told"),
-    BEST: VerdictWords("yes", "no, it falls", "not to be told"),
+    FALL: VerdictWords("no, it grows", "yes", "inconclusive"),
+    BEST: VerdictWords("yes", "no, it falls", "inconclusive"),
     TRANSITION: VerdictWords("γ = M", "γ = 1", "neither"),
 }
 SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # beginnings of the claims that sentences use
