@@ -154,7 +154,7 @@ def bare(tmp_path_factory):
 def test_the_readme_and_the_verbs_run(bare):
     done, _ = bare
     assert "accuracy" in done.stdout
-    lines = [line for line in done.stderr.splitlines() if "epoch" in line]
+    lines = [line for line in done.stderr.splitlines() if "  epoch " in line]
     assert lines[0].startswith("deep_ensemble  epoch 1/3  ")
     assert lines[-1].startswith("deep_ensemble  epoch 3/3  ")
 

@@ -308,7 +308,7 @@ def test_a_task_trains_fits_and_reports_it_and_its_variants(tmp_path, together):
     assert found["laplace"].curvature[0].structure == "full"
     assert found["laplace-kron"].curvature[0].structure == "kron"
     assert float(found["laplace-kron"].curvature[0].precision) == 2.0
-    assert "laplace-kron" in (tmp_path / "runs" / "report.md").read_text()
+    assert "Laplace-kron" in (tmp_path / "runs" / "report.md").read_text()
 
 
 # ----------------------------------------------------------------------------- [calibration] and `dissensus calibrate`

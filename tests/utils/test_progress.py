@@ -68,7 +68,7 @@ def test_a_long_evaluation_says_where_it_is_and_a_quick_one_nothing(capsys, monk
 def test_a_notebook_has_one_line_that_is_overwritten_and_not_on_stderr(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     with progress.Progress(3, 1, title="map", show=True) as bar:
-        for number, text in enumerate(("loss 1.25", "loss 1", "loss 0.5")):
+        for number, text in enumerate(("loss 1.25", "loss 1", "loss 0.5"), 1):
             bar.end_epoch(number, text)
     out, err = capsys.readouterr()
     assert err == ""

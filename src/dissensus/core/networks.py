@@ -140,6 +140,7 @@ class StackedPosterior(Posterior):
     """
 
     networks_taken = "several"
+    passed_on = ("members", "base")
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import Parameter
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
@@ -42,6 +43,9 @@ class TrainableModule(CalibratedModule):
     """
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
+    passed_on: ClassVar[
+        tuple[str, ...]
+    ] = ()  # keywords besides those of the signature that constructors give to their base
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
     capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
     prior: Prior | None
@@ -57,7 +61,8 @@ class TrainableModule(CalibratedModule):
 
     def __new__(cls, *_: Any, **keywords: Any) -> Self:
         hint = partial(rename_hint, getattr(cls, "name", ""))
-        check_keywords(cls.__name__, keywords, cls.__signature__.parameters, hint)  # type: ignore[attr-defined]
+        passed = {name: Parameter(name, Parameter.KEYWORD_ONLY) for name in cls.passed_on}
+        check_keywords(cls.__name__, keywords, passed | {**cls.__signature__.parameters}, hint)  # type: ignore[attr-defined]
         return super().__new__(cls)
 
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
