@@ -1,5 +1,6 @@
 """Methods, networks and data of the user's own in a task, as somebody new would write them."""
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.objects import network_maker
 from dissensus.bench.user_code import code_digest, import_object
 from refusals import refuses
+
+NUMBERS = itertools.count()  # modules of one process have different names; folders of tests may have had the same
 
 pytestmark = pytest.mark.usefixtures("unreported")
 
@@ -77,7 +80,7 @@ batch_size = 20
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module beside a task, task.toml; the current folder is another one."""
-    name = f"mine_{re.sub('[^a-z0-9]', '_', tmp_path.name)}"
+    name = f"mine_{next(NUMBERS)}"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -261,7 +264,7 @@ def test_rows_that_are_other_ones_now_are_noticed_and_random_ones_are_the_same_a
 def test_a_digest_follows_what_is_used_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("dissensus.bench.user_code._added", [])
-    name = f"used_{re.sub('[^a-z0-9]', '_', tmp_path.name)}"
+    name = f"used_{next(NUMBERS)}"
     top, helper = tmp_path / f"{name}.py", tmp_path / f"{name}_helper.py"
 
     def digest(first: str, second: str) -> str:
@@ -298,7 +301,7 @@ def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(m
 def test_what_a_module_imports_and_folders_without_init_are_this_tasks_too(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("dissensus.bench.user_code._added", [])
-    mark = re.sub("[^a-z0-9]", "_", tmp_path.name)
+    mark = str(next(NUMBERS))
     for task in "ab":
         (tmp_path / task / f"nets_{mark}").mkdir(parents=True)
         (tmp_path / task / f"help_{mark}.py").write_text(f"value = {task!r}\n")
@@ -364,7 +367,7 @@ built = nn.Linear(2, 2)
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module in the current folder."""
-    name = f"networks_of_{tmp_path.name.replace('-', '_')}"
+    name = f"networks_of_{next(NUMBERS)}"
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])

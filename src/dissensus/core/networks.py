@@ -140,7 +140,6 @@ class StackedPosterior(Posterior):
     """
 
     networks_taken = "several"
-    passed_on = ("members", "base")
 
     def __init__(
         self,

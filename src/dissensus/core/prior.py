@@ -4,7 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,14 @@ def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
     kinds = (added | PriorKeywords.__annotations__).items()
     spelled = (last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)
     return inspect.Signature([*known, *spelled])
+
+
+def passed_keywords(constructor: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The keywords that a constructor's `**prior: Unpack[…]` stands for, also as a string."""
+    kind = constructor.__annotations__.get("prior", "")
+    name = kind.removeprefix("Unpack[").removesuffix("]") if isinstance(kind, str) else get_args(kind)[0].__name__
+    found = getattr(constructor.__globals__.get(name), "__annotations__", ())
+    return {each: inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in found}
 
 
 @suggest_keywords

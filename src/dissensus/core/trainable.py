@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import Parameter
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
@@ -14,7 +13,14 @@ from dissensus.core.calibrated import CalibratedModule
 from dissensus.core.description import rename_hint
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
-from dissensus.core.prior import Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
+from dissensus.core.prior import (
+    Prior,
+    PriorKeywords,
+    expanded_signature,
+    make_prior,
+    names_under_prior,
+    passed_keywords,
+)
 from dissensus.core.weights import Recorder
 from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
@@ -43,9 +49,6 @@ class TrainableModule(CalibratedModule):
     """
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
-    passed_on: ClassVar[
-        tuple[str, ...]
-    ] = ()  # keywords besides those of the signature that constructors give to their base
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
     capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
     prior: Prior | None
@@ -61,8 +64,8 @@ class TrainableModule(CalibratedModule):
 
     def __new__(cls, *_: Any, **keywords: Any) -> Self:
         hint = partial(rename_hint, getattr(cls, "name", ""))
-        passed = {name: Parameter(name, Parameter.KEYWORD_ONLY) for name in cls.passed_on}
-        check_keywords(cls.__name__, keywords, passed | {**cls.__signature__.parameters}, hint)  # type: ignore[attr-defined]
+        known = {**cls.__signature__.parameters, **passed_keywords(cls.__init__)}  # type: ignore[attr-defined]
+        check_keywords(cls.__name__, keywords, known, hint)
         return super().__new__(cls)
 
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
