@@ -5,7 +5,8 @@
 
 A command is run to its end, and the processor time of all its processes is taken, so that other work does not count. FILE and
 FOLDER are put in its place. `dissensus bench` is stopped at its own line on the time it expects. `--stop SECONDS DONE ALL`
-stops a command after so long and counts, in its output, the lines with DONE, of ALL in a whole run.
+stops a command after so long and counts, in its output, the lines with DONE, of ALL in a whole run. Rows that are "estimated"
+in the file were written by hand; `how` says from what.
 """
 
 import argparse
@@ -94,13 +95,14 @@ def with_minutes(table: str) -> str:
     known = {row["command"]: row for row in read_rows(FILE)}
 
     def add(found: re.Match[str]) -> str:
-        row = known.get(found[2])
+        row = next((known[each] for each in re.findall("`([^`]+)`", found[1]) if each in known), None)
         if row is None or " min of " in found[0]:
             return found[0]
         minutes, what = float(row["minutes"]), "a GPU" if row["device"].startswith("cuda") else "a core"
-        return f"{found[1]}; {f'about {minutes:,.0f}' if minutes >= 1 else 'under 1'} min of {what}.*"
+        about = "over" if row["how"].startswith("stopped") else "about"
+        return f"{found[1]}; {f'{about} {minutes:,.0f}' if minutes >= 1 else 'under 1'} min of {what}.*"
 
-    return re.sub(r"^(\*[^`\n]*`([^`]+)`[^\n]*)\.\*$", add, table, flags=re.MULTILINE)
+    return re.sub(r"^(\*[^\n]*`[^\n]*)\.\*$", add, table, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

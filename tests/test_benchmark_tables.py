@@ -37,6 +37,14 @@ def test_every_generated_table_is_up_to_date(benchmarks):
     assert marked == {(path, name) for path, name, _ in made}
 
 
+def test_every_command_of_results_says_its_minutes():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line for page in pages for line in page.read_text().splitlines() if line.startswith("*")]
+    commands = [line for line in lines if re.search("`(python benchmarks/|dissensus bench )", line) and "ommit" in line]
+    assert len(commands) > 40
+    assert [line for line in commands if " min of " not in line] == []
+
+
 def test_the_page_of_results_names_files_that_are_there():
     folder = ROOT / "benchmarks" / "results"
     named = set(re.findall(r"`([\w-]+\.(?:csv|json))`", (folder / "README.md").read_text()))
