@@ -392,7 +392,8 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """(N,) the most probable labels."""
-        return np.asarray(self.classes_[self.predict_proba(X).argmax(1)])
+        likeliest = self.predict_proba(X).argmax(1)  # first: it says that the estimator is not fitted
+        return np.asarray(self.classes_[likeliest])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """(N, C) probabilities of the mixture."""
