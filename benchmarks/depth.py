@@ -81,7 +81,7 @@ def costs(members: int, batch: int, repeats: int) -> tuple[float, float]:
 
     posterior = ds.DeepEnsemble([ds.nets.MLP(8, 3, hidden=(32, 32)) for _ in range(members)])
     ours = torch.optim.SGD(posterior.parameters(), lr=1e-3, momentum=0.9)
-    step, _ = build_step("vectorised", posterior, ours, Batch(x, y), steps=repeats)
+    step = build_step("vectorised", posterior, ours, Batch(x, y), count=repeats)
     posterior.train()
     times = in_turns({"hand": hand, "ours": lambda: step(Batch(x, y))}, repeats, uncounted=20)
     step.close()

@@ -85,13 +85,16 @@ def timed(name: str, members: int, repeats: int, device: torch.device) -> tuple[
     optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9, fused=True)
     few, labels = x[:batch], y[:batch]
     chosen = engine if device.type == "cpu" else "auto"
-    step, plan = build_step(chosen, posterior, optimizer, Batch(few, labels), steps=10**6)
-    plain = plain_step(make().to(device).train(), x, y, compiled=plan.compiled, captured=plan.captured)
+    step = build_step(chosen, posterior, optimizer, Batch(few, labels), count=10**6)
 
     def ensemble() -> None:
         posterior.before_step(Batch(few, labels))
         step(Batch(few, labels))
 
+    while step.ways:  # until nothing is left to prepare
+        ensemble()
+    plan = step.plan
+    plain = plain_step(make().to(device).train(), x, y, compiled=plan.compiled, captured=plan.captured)
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     now = time.process_time if alone else time.perf_counter
     # What compiles or captures is not counted.

@@ -76,12 +76,14 @@ def step(
     if device == "cuda":
         fast_optimisers.use_channels_last(made)
     first = Batch(x, y)
-    run, _ = build_step(engine, made, optimizer, first, steps=500, precision=precision)
+    run = build_step(engine, made, optimizer, first, count=5000, precision=precision)
 
     def train() -> None:
         made.before_step(first)
         run(first)
 
+    while run.ways:  # until nothing is left to prepare
+        train()
     return train
 
 

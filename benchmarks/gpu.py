@@ -40,7 +40,7 @@ from dissensus.engine.strategies import LoopStrategy, make_strategy
 from dissensus.engine.training_step import autocast
 
 DEVICE = torch.device("cuda")
-SHORT, LONG = 500, 100_000  # steps of a run: too few to compile, and enough
+SHORT, LONG = 3000, 100_000  # steps of a run: too few to compile, and enough
 Stepper = Callable[[], object]
 
 
@@ -261,13 +261,15 @@ def stepper(posterior: ds.Posterior, batch: Batch, length: int) -> tuple[Stepper
     posterior.to(DEVICE).train()
     posterior.begin(steps_per_epoch=length // 10, epochs=10)
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-4, momentum=0.9, nesterov=True)
-    step, _ = build_step("auto", posterior, optimizer, batch, steps=length, precision=torch.bfloat16)
+    step = build_step("auto", posterior, optimizer, batch, count=length, precision=torch.bfloat16)
 
     def run() -> None:
         posterior.before_step(batch)
         step(batch)
 
     for _ in range(8):  # plain steps, the capture, the first replays
+        run()
+    while step.ways:  # until nothing is left to prepare
         run()
     torch.cuda.synchronize()
     ready = time.perf_counter() - start

@@ -127,7 +127,9 @@ def step(
     optimizer = torch.optim.SGD(posterior.parameter_groups(lr=1e-3), momentum=0.9)
     posterior.begin(steps, 1)
     posterior.before_step(Batch(x, y))
-    run, _ = build_step(engine, posterior, optimizer, Batch(x, y), steps=steps)
+    run = build_step(engine, posterior, optimizer, Batch(x, y), count=steps)
+    while run.ways:  # until nothing is left to prepare
+        run(Batch(x, y))
     return lambda: run(Batch(x, y))
 
 

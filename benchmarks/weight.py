@@ -293,16 +293,20 @@ def files_of_a_step() -> list[str]:
                     frame = None if frame.f_code.co_name == "fit" else frame.f_back  # type: ignore[assignment]
             return super().step(closure)
 
-    def batches() -> Iterator[Any]:
-        for number in range(6):
-            if number == 3:
-                sys.setprofile(note)
-            yield torch.randn(8, 4), torch.arange(8) % 3
+    class Batches:
+        def __len__(self) -> int:
+            return 6
+
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(6):
+                if number == 3:
+                    sys.setprofile(note)
+                yield torch.randn(8, 4), torch.arange(8) % 3
 
     networks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2)]
     posterior = ds.DeepEnsemble(networks)
     ds.fit(
-        posterior, batches(), epochs=1, optimizer=Watched(posterior.parameters(), lr=0.1), device="cpu", progress=False
+        posterior, Batches(), epochs=1, optimizer=Watched(posterior.parameters(), lr=0.1), device="cpu", progress=False
     )
     inside = [Path(each) for each in entered if home in Path(each).parents]
     return sorted(each.relative_to(home).as_posix() for each in inside)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import MemberFunctions
+from dissensus.engine import break_even
 from dissensus.numerics import rbf_kernels
 
 
@@ -212,3 +214,11 @@ def check_latents_around(make, x, folder):
     torch.testing.assert_close(predictive.log_probs[1], passed, rtol=1e-4, atol=1e-5)
     ds.save(posterior, folder / "saved")
     assert torch.equal(ds.load(folder / "saved", make()).predict(x).mean, predictive.mean)
+
+
+class FakeClock:
+    """In place of the time that `break_even` reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(break_even, "perf_counter", lambda: self.now)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
+import tiny
 from dissensus.core.member_runner import ONE_LANE
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import inference_context
 from dissensus.data import Batches
-from dissensus.engine import cuda_graphs
+from dissensus.engine import break_even, cuda_graphs
 from dissensus.engine.cuda_graphs import (
     MOST_GRAPHS,
     CapturedCalls,
@@ -177,17 +178,28 @@ def test_predicted_batches_leave_the_modes_as_they_were_between_them() -> None:
 
 
 @pytest.mark.usefixtures("graphs_on_the_host")
-@pytest.mark.parametrize(("count", "captured_at"), [(4, None), (5, 1), (None, 2), (500, 2)])
-def test_the_number_of_batches_decides_when_a_graph_is_captured(count, captured_at) -> None:
+@pytest.mark.parametrize(("count", "captured_at"), [(8, None), (20, 4), (None, 9)])
+def test_the_number_of_batches_decides_when_a_graph_is_captured(count, captured_at, monkeypatch) -> None:
+    monkeypatch.setattr(break_even, "CAPTURE", 5)  # plain calls, of which a graph saves two thirds
+    monkeypatch.setattr(break_even, "LOADING", 0.0)
+    clock = tiny.FakeClock(monkeypatch)
     posterior = ds.DeepEnsemble(networks())
     with inference_context(posterior):
         drawn = posterior.draw()
-    captured = CapturedFunction(drawn.describe, drawn, lambda: inference_context(posterior), count=count)
-    for number in range(1, 5):
+
+    def describe(x):
+        clock.now += 1.0
+        return drawn.describe(x)
+
+    replay = Repeated.replay
+    saved = 0.7
+    monkeypatch.setattr(Repeated, "replay", lambda *args: (replay(*args), setattr(clock, "now", clock.now - saved))[0])
+    captured = CapturedFunction(describe, drawn, lambda: inference_context(posterior), count=count)
+    for number in range(1, 13):
         x = torch.randn(5, 2, 4)
         assert torch.equal(captured(x)[0], drawn.describe(x)[0])
         assert bool(captured.graphs) == (captured_at is not None and number >= captured_at)
-    captured(torch.randn(7, 2, 4))  # of another shape: not at once
+    captured(torch.randn(7, 2, 4))  # of another shape: how many will come, nobody knows
     assert len(captured.graphs) == (captured_at is not None)
 
 
@@ -220,7 +232,13 @@ def graphs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST", 1)
 
 
-@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.fixture
+def graphs_from_the_second_call(graphs_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(break_even.BreakEven, "_pays_now", lambda self: self.calls > 1)
+    monkeypatch.setattr(cuda_graphs, "known_pace", lambda *_, **__: break_even.Pace(plain=1.0))
+
+
+@pytest.mark.usefixtures("graphs_from_the_second_call")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(precision, monkeypatch) -> None:
     posterior = ds.DeepEnsemble(networks())
@@ -251,7 +269,7 @@ def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(preci
     assert found == ([*anew, *anew, *last] if half else [(False, False), *[(True, False)] * 11])
 
 
-@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.usefixtures("graphs_from_the_second_call")
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_graph_goes_when_weights_move_in_memory(keeps: bool) -> None:
     """As when `fit` lays them out for a GPU between two batches of `predict_batches`."""
@@ -268,7 +286,7 @@ def test_a_graph_goes_when_weights_move_in_memory(keeps: bool) -> None:
     assert found == [False, True, True, False, True, True]
 
 
-@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.usefixtures("graphs_from_the_second_call")
 def test_a_network_that_writes_to_its_weights_is_right_without_what_is_kept() -> None:
     class Writes(nn.Linear):
         def forward(self, x):

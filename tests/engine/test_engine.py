@@ -231,37 +231,20 @@ def test_an_engine_that_cannot_be_is_one_clear_error(engine: str, message: str) 
         ds.fit(posterior, Batches(*data(), batch_size=10), epochs=1, engine=engine, device="cpu", progress=False)
 
 
-def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    monkeypatch.setattr(strategies, "time_strategy", lambda run, *_, **__: tried.append(run) or 0.01)
-    x, y = data()
-    for steps, expected in ((strategies.SHORT_RUN, 0), (100, 1), (10**6, 2)):
-        tried.clear()
-        posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
-        chosen = strategies.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps)
-        assert chosen.kind == "vectorised"
-        assert len(tried) == expected  # the second candidate is the compiled one
-
-
-def test_a_short_run_does_not_forbid_compiling_to_a_long_one_nor_the_other_way_round(monkeypatch) -> None:
-    tried: list[object] = []
-    times = iter([0.01, 0.01, 0.005])  # plain for 100 steps, then plain and compiled for the long run
-    monkeypatch.setattr(strategies, "time_strategy", lambda run, *_, **__: tried.append(run) or next(times))
+@pytest.mark.parametrize(("seconds", "compiled"), [((0.01, 0.005), True), ((0.01, 0.02), False), ((0.01, None), False)])
+def test_code_is_compiled_if_that_is_faster(seconds: tuple, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(seconds)
+    monkeypatch.setattr(strategies, "time_strategy", lambda *_, **__: next(times))
     posterior, (x, y) = ds.DeepEnsemble([dense() for _ in range(2)]).double(), data()
-
-    def compiled(steps: int) -> bool:
-        return strategies.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps).compiled
-
-    lengths = [10, 100, 10**6, 10, 100, 10**6, 200]
-    assert [steps for steps in lengths if compiled(steps)] == [10**6, 10**6]
-    assert len(tried) == 3  # each length is looked at once, the shortest not at all
+    plain = strategies.plain_plan(posterior)
+    found = strategies.compiled_plan(plain, posterior, Batch(x, y), precision=None)
+    assert (found.compiled, found is plain) == (compiled, not compiled)
 
 
 def test_convolutions_run_in_a_loop_on_a_cpu_and_dense_networks_vectorised() -> None:
-    x, y = data((1, 4, 4))
-    for make, inputs, kind in ((conv, x, "loop"), (dense, data()[0], "vectorised")):
+    for make, kind in ((conv, "loop"), (dense, "vectorised")):
         posterior = ds.DeepEnsemble([make() for _ in range(2)]).double()
-        assert strategies.make_plan("auto", posterior, Batch(inputs, y), precision=None, steps=1).kind == kind
+        assert strategies.plain_plan(posterior).kind == kind
 
 
 def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
@@ -300,6 +283,7 @@ def test_tensors_that_malloc_returns_at_once_count_once(monkeypatch: pytest.Monk
     optimizer = torch.optim.SGD(posterior.parameters())
     heap = training_memory(posterior, optimizer, batch).activations
     monkeypatch.setattr("dissensus.engine.memory.RETURNED", 0)
+    posterior.particles.runner.plans.clear()  # where it was kept
     assert training_memory(posterior, optimizer, batch).activations == pytest.approx(heap / HEAP, abs=4)
 
 
@@ -399,7 +383,7 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(strategies, "free_workspaces", lambda: None)  # there need be no GPU
     monkeypatch.setattr(strategies, "reset_peak", lambda device: None)
     monkeypatch.setattr(strategies, "measure_peak", lambda _: contextlib.nullcontext([]))
-    chosen = strategies.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
+    chosen = strategies.make_plan("auto", posterior, Batch(*data()), precision=None)
     assert asked == [True, True, False, False]
     assert not chosen.captured
     assert chosen.kind in ("vectorised", "streamed")
@@ -416,9 +400,9 @@ def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_
     monkeypatch.setattr(strategies, "measure_peak", lambda _: contextlib.nullcontext([PeakMemory(3, 5)]))
     batch = Batch(*data((1, 4, 4)))
     posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
-    chosen = strategies.make_plan("auto", posterior, batch, precision=None, steps=1)
+    chosen = strategies.make_plan("auto", posterior, batch, precision=None)
     assert (tried, str(chosen)) == (["streamed"], "streamed+captured")
-    assert strategies.make_plan("vectorised", posterior, batch, precision=None, steps=1).kind == "vectorised"
+    assert strategies.make_plan("vectorised", posterior, batch, precision=None).kind == "vectorised"
     # What was measured is stated in place of the estimate.
     memory = Memory(weights=100, gradients=100, optimizer=200, activations=1000, members=2, taken=chosen.taken)
     assert (memory.bytes_at_once, memory.reserved_bytes) == (303, 305)

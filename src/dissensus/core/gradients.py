@@ -145,12 +145,11 @@ def _cast_like_parameters(gradients: Tensors, like: Tensors) -> Tensors:
     return {**gradients, **full}
 
 
-def can_train_in_place(posterior: Objective, batch: Batch) -> bool:
-    """Whether the one member is the caller's module, on a CPU and in one process only."""
-    # A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
+def can_train_in_place(posterior: Objective) -> bool:
+    """Whether the one member is the caller's module, in one process only."""
     particles = posterior.particles
     whole = particles.wraps_original and not particles.divided and not particles.fully_sharded
-    return whole and particles.exchange is ALONE and posterior.interaction != "couple" and batch.y.device.type == "cpu"
+    return whole and particles.exchange is ALONE and posterior.interaction != "couple"
 
 
 def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
@@ -247,7 +246,7 @@ def looped_gradients(
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
     Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
-    if member is None and lanes is ONE_LANE and can_train_in_place(posterior, batch):
+    if member is None and lanes is ONE_LANE and can_train_in_place(posterior):
         return in_place_gradients(posterior, batch)
     member = member or member_gradients
     state, (lane, join), exchange = detached_state(posterior), lanes, posterior.particles.exchange

@@ -12,6 +12,7 @@ For small batches, kernel launches cost more than arithmetic: ten ResNets on 16 
 import contextlib
 import logging
 import os
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, first_line
+from dissensus.engine.break_even import BreakEven, known_pace
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
 from dissensus.numerics.randomness import preserve_random_state
@@ -107,11 +109,33 @@ def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+class _Thread(threading.local):
+    for_graph = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def for_graph() -> Iterator[None]:
+    """Inside, members run as a graph will hold them: before a capture, to load kernels, and in it."""
+    before, _thread.for_graph = _thread.for_graph, True
+    try:
+        yield
+    finally:
+        _thread.for_graph = before
+
+
+def is_for_graph() -> bool:
+    """Whether this call is one that a graph will hold, or prepares it."""
+    return _thread.for_graph
+
+
 class CapturedCalls:
     """Base class of calls replayed from graphs, one for each of the first frequent shapes; others run as plain calls."""
 
     log_name: ClassVar[str]  # name in the log
-    warm_up: ClassVar[int]  # plain calls before a capture
+    warm_up: int  # calls before a capture, as a graph will hold them
     relaxed: ClassVar[bool] = False  # whether a capture may allocate memory for other streams
     compiled = False  # then constants are the compiler's: it would compile again to look at them
 
@@ -355,9 +379,7 @@ def timed_convolutions(device: torch.device) -> Iterator[None]:
 
 
 DEVICE = "cuda"  # "cpu" in tests with graphs that are none
-FEW = 5  # batches for which a graph does not pay
 UNFUSED = "prediction runs layer by layer: fused kernels fail for this network (%s)"
-MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
 class CapturedFunction(CapturedCalls):
@@ -368,12 +390,11 @@ class CapturedFunction(CapturedCalls):
         plain: whether the function is not compiled: members may run in parallel on streams, and layers in fewer kernels.
         keeps: whether weights stay the same between calls, as no user's code runs: what follows from them is computed once.
         half: whether the context casts weights.
-        count: of the batches to come, where it is known: for few a capture does not pay, for very many cuDNN chooses algorithms
-            by timing, and in between the first batch is already replayed, if kernels can be loaded without it.
+        count: of the batches to come, where it is known. Graphs are captured once that pays (`break_even`).
     """
 
     log_name = "prediction"
-    warm_up = 1
+    warm_up = 0
     relaxed = True
 
     def __init__(
@@ -388,10 +409,8 @@ class CapturedFunction(CapturedCalls):
         count: int | None = None,
     ) -> None:
         super().__init__()
-        self.failed = count is not None and count < FEW
-        self.timed = count is not None and count >= MANY
-        self.at_once = count is not None and not self.timed and plain
-        self.function, self.plain = function, plain
+        self.function, self.plain, self.count = function, plain, count
+        self.ways: dict[Hashable, BreakEven] = {}  # by shape
         self.compiled = not plain
         self.drawn, self.context, self.half = drawn, context, half
         held = chain(drawn.parameters(), drawn.buffers())
@@ -415,23 +434,45 @@ class CapturedFunction(CapturedCalls):
         # graphs and streams belong to the current device
         with torch.cuda.device(device), preserve_random_state(device):
             self._drop_if_changed()
-            graph = self.graphs.get(key)
-            # The first batch of several can be captured before any has run, if kernels can be loaded without it.
-            first, self.at_once = self.at_once and not self.failed and self._loads_kernels, False
-            if graph is None and (first or self.should_capture(key)):
-                with self.context():
-                    held = batches.map_tensors(x, torch.clone)
-                    self._load_kernels(held)
-                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held), ())
-                if graph is None:
-                    self.graphs.clear()
-                elif self.side_stream is not None:
-                    torch.cuda.current_stream().wait_stream(self.side_stream)
-            if graph is not None:
-                return tuple(result.clone() for result in graph.replay(tensors))
-            timing = timed_convolutions(device) if self.timed else nullcontext()
-            with self.context(), self.record_constants(key), timing:
-                return self.function(x)
+            way = self._way(key, device)
+            if way.settled:
+                return self._run(key, x)
+            way.begin_call()
+            if way.prepared_at is not None and key not in self.graphs and self.should_capture(key):
+                self._capture_graph(key, x, way)
+            found = self._run(key, x)
+            way.end_call(fast=key in self.graphs)
+            if way.settled and not way.pace.saves:
+                self.graphs.pop(key, None)
+            return found
+
+    def _run(self, key: Hashable, x: Inputs) -> tuple[Tensor, ...]:
+        if (graph := self.graphs.get(key)) is not None:
+            return tuple(result.clone() for result in graph.replay(batches.input_tensors(x)))
+        with self.context(), self.record_constants(key):
+            return self.function(x)
+
+    def _way(self, key: Hashable, device: torch.device) -> BreakEven:
+        if key not in self.ways:
+            how = (self.half, self.compiled, self.caches_weights, str(device))
+            pace = known_pace(self.drawn.particles.runner.plans, ("prediction", *how, key))
+            count = None if self.ways else self.count  # the first shape's; others, as of a last batch, are rare
+            self.ways[key] = BreakEven(pace, device, count, first=0 if pace.is_known else 1)
+        if self.failed or (len(self.graphs) == MOST_GRAPHS and key not in self.graphs):
+            self.ways[key].settle()
+        return self.ways[key]
+
+    def _capture_graph(self, key: Hashable, x: Inputs, way: BreakEven) -> None:
+        timing = timed_convolutions(torch.device(DEVICE)) if way.times_convolutions else nullcontext()
+        with self.context():
+            held = batches.map_tensors(x, torch.clone)
+            with timing:
+                self._load_kernels(held)
+            graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held), ())
+        if graph is None:
+            self.graphs.clear()
+        elif self.side_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.side_stream)
 
     @property
     def _loads_kernels(self) -> bool:
@@ -445,8 +486,11 @@ class CapturedFunction(CapturedCalls):
         written = self.weight_cache is not None and not self.weight_cache.is_fresh()
         if places == self.places and not written:
             return
+        if self.places:  # how many batches come before the next change, nobody knows
+            self.count = None
         self.places = places
         self.graphs.clear()
+        self.ways.clear()
         self.occurrences.clear()
         self.caches_weights = self.caches_weights and not (written and self.has_dropped_cache)
         self.has_dropped_cache |= written

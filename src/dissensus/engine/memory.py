@@ -13,9 +13,9 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.weights import Recorder
-from dissensus.engine.cuda_graphs import Lanes, timed_convolutions
+from dissensus.engine.cuda_graphs import Lanes
 from dissensus.engine.fast_optimisers import use_channels_last
-from dissensus.engine.training_step import autocast
+from dissensus.engine.training_step import autocast, request_key
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.text import format_bytes as format_bytes
 from dissensus.utils.torch_private import free_cublas_workspaces
@@ -114,14 +114,16 @@ def training_memory(
     tensors = [*posterior.parameters(), *posterior.buffers()]
     recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
-    if posterior.device.type == "cuda":
-        use_channels_last(posterior)  # as in training
-        activations, workspace = _measure_member(posterior, batch, precision)
-    else:
-        activations, workspace = _activation_bytes(posterior, batch, precision), 0
+    key = ("activations", *request_key(posterior, batch, precision))
+    if (found := posterior.particles.runner.plans.get(key)) is None:
+        use_channels_last(posterior)  # as in training, on a GPU
+        measure = _measure_member if posterior.device.type == "cuda" else _count_kept_bytes
+        found = posterior.particles.runner.plans[key] = measure(posterior, batch, precision)
+    activations, workspace = found
     settings, members = optimizer.param_groups[0], posterior.particles.members
     states = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
-    drawn = sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(each, "drawn_bytes"))
+    drawing = [each for each in (posterior, *posterior.watchers) if hasattr(type(each), "drawn_bytes")]
+    drawn = sum(each.drawn_bytes() for each in drawing)
     sizes = (_bytes(tensors) - recorded, _bytes(trained), states * _bytes(trained), activations)
     return Memory(*sizes, members=members, workspace=workspace, recorded=recorded, drawn=drawn)
 
@@ -173,7 +175,7 @@ def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype |
         return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
 
     device = posterior.device
-    with preserve_random_state(device), timed_convolutions(device), torch.cuda.stream(torch.cuda.Stream()):
+    with preserve_random_state(device), torch.cuda.stream(torch.cuda.Stream()):
         before = torch.cuda.memory_allocated()
         run()
         workspace = torch.cuda.memory_allocated() - before
@@ -181,10 +183,10 @@ def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype |
     return max(activations, 0), max(workspace, 0)
 
 
-def _activation_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
-    """Bytes for what autograd keeps for one member's backward pass, without its weights and the batch."""
+def _count_kept_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
+    """(bytes for what autograd keeps for one member's backward pass, without its weights and the batch, 0)."""
     if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
-        return 0
+        return 0, 0
     state = gradients.detached_state(posterior).member(0)
     params = state.parameters(state.leaves())
     known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
@@ -200,7 +202,7 @@ def _activation_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = posterior.member_loss(params, state.buffers(), batch)
         del result
-    return sum(size if size > RETURNED else int(HEAP * size) for size in kept.values())
+    return sum(size if size > RETURNED else int(HEAP * size) for size in kept.values()), 0
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

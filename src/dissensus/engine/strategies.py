@@ -6,7 +6,7 @@
 
 each of them plain or compiled. If a gradient is 0 up to rounding (a bias before batch norm), Adam scales the rounding errors
 to full steps, and these differ. A strategy changes only the random state, so that it can be timed on a real batch: `make_plan`
-chooses one by the kind of network and, on a GPU, by timing candidates once.
+chooses the fast one by the kind of network and, on a GPU, by timing candidates once.
 """
 
 from __future__ import annotations  # compilers cannot evaluate the types of inner functions
@@ -22,15 +22,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches, gradients
+from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.member import run_compiled
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.posterior import Posterior
-from dissensus.engine.cuda_graphs import Constants, Graph, Lanes, failure_reason, timed_convolutions
+from dissensus.engine.cuda_graphs import (
+    Constants,
+    Graph,
+    Lanes,
+    failure_reason,
+    for_graph,
+    is_for_graph,
+    timed_convolutions,
+)  # fmt: skip
 from dissensus.engine.memory import UNMEASURED, PeakMemory, free_workspaces, measure_peak, reset_peak
-from dissensus.engine.training_step import autocast
+from dissensus.engine.training_step import autocast, request_key
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.tensor_tree import Tensors
@@ -93,7 +101,8 @@ class LoopStrategy:
         self.implementations = FallbackChain(UNFUSED, fused=self.run_fused, plain=self.run)
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
-        if self.compiled or batch.y.device.type != "cuda":  # where the members are, too
+        # Launched one by one, fused layers take longer than torch's own: their arguments are prepared in Python.
+        if self.compiled or not is_for_graph():
             return self.run(posterior, batch)
         return self.implementations(posterior, batch)  # type: ignore[no-any-return]
 
@@ -104,7 +113,9 @@ class LoopStrategy:
 
     def run(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.lanes is None:
-            return gradients.looped_gradients(posterior, batch, member=self.member)
+            # A graph cannot hold the caller's own leaves: they may be on another stream.
+            own = gradients.member_gradients if is_for_graph() else None
+            return gradients.looped_gradients(posterior, batch, member=self.member or own)
         lanes = self.lanes.for_members(posterior.particles.members)
         if posterior.interaction != "couple":
             return gradients.looped_gradients(posterior, batch, member=self.member, lanes=lanes)
@@ -152,10 +163,6 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 KINDS: tuple[Kind, ...] = ("loop", "vectorised", "streamed")
 WORDS = (*KINDS, "compiled", "captured")
 
-# A compilation takes tens of seconds and makes steps up to twice as fast: for short runs it does not pay.
-WORTH_COMPILING = 180.0
-SHORT_RUN = 36  # steps on a CPU: compiling them would pay only where a batch takes five seconds, so none is timed
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -165,20 +172,36 @@ class Plan:
     compiled: bool = False
     captured: bool = False
     seconds: float | None = None  # for the gradients of one batch, if timed
-    plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
     taken: PeakMemory = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
     # The strategy that was timed, compiled already.
     tried: Strategy | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def duration(self) -> str:
+        """What was timed, for the log."""
+        return "" if self.seconds is None else f" ({1e3 * self.seconds:.2f} ms for the gradients of a batch)"
 
     def __str__(self) -> str:
         words = [self.kind, *(["compiled"] if self.compiled else []), *(["captured"] if self.captured else [])]
         return "+".join(words)
 
 
-def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: torch.dtype | None, steps: int) -> Plan:
-    """The plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
+def plain_plan(posterior: Posterior) -> Plan:
+    """How members run at first: in the way that needs no preparation."""
+    particles = posterior.particles
+    if particles.members == 1 or particles.how == "loop":
+        coupled = posterior.device.type == "cuda" and posterior.interaction == "couple"
+        return Plan("streamed" if coupled else "loop")  # streamed: it keeps the members' graphs, so that each runs once
+    return Plan("vectorised")
 
-    Choices not fixed by the words are made here. `steps`: the length of the run, which decides whether compiling pays.
+
+def make_plan(
+    engine: str, posterior: Posterior, batch: Batch, *, precision: torch.dtype | None, timed: bool = True
+) -> Plan:
+    """The fast plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
+
+    Choices not fixed by the words are made here. `timed`: whether cuDNN may time its algorithms, and whether the only
+    candidate is timed, too, which measures its memory.
     """
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
@@ -190,77 +213,81 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
     on_gpu = posterior.device.type == "cuda"
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
-    shapes = [tuple(t.shape) for t in batches.input_tensors(batch.x)]
-    key = (engine, str(posterior.device), precision, on_gpu or steps > SHORT_RUN, *shapes)
-    # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
-    known: dict[bool, Plan] = posterior.particles.runner.plans.setdefault(key, {})
-    for plan in known.values():
-        if (long := _worth_compiling(plan, steps)) in known:
-            return known[long]
-    particles = posterior.particles
+    plans, key = posterior.particles.runner.plans, ("plan", timed, engine, request_key(posterior, batch, precision))
+    if key not in plans:
+        plans[key] = _fastest_plan(named, words, posterior, batch, precision, timed=timed)
+        log.info("members run %s%s", plans[key], plans[key].duration)
+    found: Plan = plans[key]
+    return found
+
+
+def may_compile(posterior: Posterior) -> bool:
+    """Whether compiling may help: neither convolutions on a CPU, which are library calls, nor members that differ."""
+    first, *others = posterior.particles.templates
+    convolutional = any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules())
+    return not others and (posterior.device.type == "cuda" or not convolutional)
+
+
+def compiled_plan(plan: Plan, posterior: Posterior, batch: Batch, *, precision: torch.dtype | None) -> Plan:
+    """The plan compiled if that is faster, with the strategy that was timed; else the plan itself."""
+    times: dict[bool, float | None] = {}
+    taken, run = UNMEASURED, None
+    for compiled in (False, True):
+        run = make_strategy(plan.kind, compiled=compiled)
+        times[compiled], taken = _timed(run, posterior, batch, precision, captured=plan.captured, timed=True)
+    plain, fast = times[False], times[True]
+    if fast is None or (plain is not None and fast >= plain):
+        return plan
+    # Without being kept: copies of the posterior must not copy compiled code.
+    found = replace(plan, compiled=True, seconds=fast, taken=taken, tried=run)
+    log.info("members run %s%s", found, found.duration)
+    return found
+
+
+def _fastest_plan(
+    named: list[Kind],
+    words: set[str],
+    posterior: Posterior,
+    batch: Batch,
+    precision: torch.dtype | None,
+    *,
+    timed: bool,
+) -> Plan:
+    particles, on_gpu, compiled = posterior.particles, posterior.device.type == "cuda", "compiled" in words
+    captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
     # Vectorising is slower for members' own convolutions, on a GPU with three times the memory, and faster for all else.
     open_ones: list[Kind] = [particles.how]
     if on_gpu:
         open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]
-    candidates = named or (["loop"] if particles.members == 1 else open_ones)
-    chosen = _fastest_plan(candidates, words, posterior, batch, precision, steps)
-    took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
-    log.info("members run %s%s", chosen, took)
-    # Without the timed strategy: copies of the posterior must not copy compiled code.
-    known[_worth_compiling(chosen, steps)] = replace(chosen, tried=None)
-    return chosen
-
-
-def _worth_compiling(plan: Plan, steps: int) -> bool:
-    """Whether this many steps, at the speed of plain gradients, take long enough for compiling to pay."""
-    return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
-
-
-def _fastest_plan(
-    kinds: list[Kind], words: set[str], posterior: Posterior, batch: Batch, precision: torch.dtype | None, steps: int
-) -> Plan:
-    on_gpu, compiled = posterior.device.type == "cuda", "compiled" in words
-    captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
-    first, *others = posterior.particles.templates
-    # Compiling helps neither convolutions on a CPU, which are library calls, nor members that differ.
-    convolutional = any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules())
-    may_compile = not words and not others and (on_gpu or (steps > SHORT_RUN and not convolutional))
-    if len(kinds) == 1 and not may_compile:
+    kinds = named or (["loop"] if particles.members == 1 else open_ones)
+    if len(kinds) == 1 and not (timed and on_gpu and not words):
         return Plan(kinds[0], compiled, captured)
+    for graphs in dict.fromkeys((captured, False)):  # if none can be captured: the fastest without a graph
+        ways = {kind: make_strategy(kind) for kind in kinds}
+        found = {kind: _timed(ways[kind], posterior, batch, precision, captured=graphs, timed=timed) for kind in kinds}
+        possible = {kind: seconds for kind, (seconds, _) in found.items() if seconds is not None}
+        if possible:
+            kind = min(possible, key=lambda each: possible[each])
+            return Plan(kind, compiled, graphs, possible[kind], found[kind][1])
+    return Plan("loop", compiled, False)  # all of them fail: the plain loop works or raises the error
 
-    taken: dict[Strategy, PeakMemory] = {}
 
-    def seconds(run: Strategy) -> float | None:
-        with autocast(posterior.device, precision), measure_peak(posterior.device) as memory:
-            found = time_strategy(run, posterior, batch, captured=captured)
-        taken[run] = memory[0] if memory else UNMEASURED
-        return found
-
-    was_training = posterior.training
+def _timed(
+    run: Strategy, posterior: Posterior, batch: Batch, precision: torch.dtype | None, *, captured: bool, timed: bool
+) -> tuple[float | None, PeakMemory]:
+    """(seconds for the gradients of a batch, or None, the memory that they take) in training mode."""
+    was_training, device = posterior.training, posterior.device
     posterior.train()  # dropout and batch statistics take time in a step, and can fail
     try:
-        ways = {kind: make_strategy(kind) for kind in kinds}
-        possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
-        if captured and not possible:  # none can be captured: find the fastest without a graph
-            captured = False
-            ways = {kind: make_strategy(kind) for kind in kinds}
-            possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
-        if not possible:  # all of them fail: the plain loop works or raises the error
-            return Plan("loop", compiled, False)
-        kind = min(possible, key=lambda each: possible[each])
-        if compiled:
-            return Plan(kind, True, captured)
-        plain = Plan(kind, False, captured, possible[kind], possible[kind], taken[ways[kind]])
-        if may_compile and _worth_compiling(plain, steps):
-            faster = seconds(run := make_strategy(kind, compiled=True))
-            if faster is not None and faster < possible[kind]:
-                return Plan(kind, True, captured, faster, possible[kind], taken[run], run)
-        return plain
+        timing = timed_convolutions(device) if timed else nullcontext()
+        with autocast(device, precision), measure_peak(device) as memory, timing:
+            seconds = time_strategy(run, posterior, batch, captured=captured)
+        return seconds, memory[0] if memory else UNMEASURED
     finally:
         posterior.train(was_training)
-        if on_gpu:
-            free_workspaces()  # of the candidates
-            reset_peak(posterior.device)
+        if device.type == "cuda":
+            free_workspaces()  # of the candidate
+            reset_peak(device)
 
 
 def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
@@ -270,8 +297,7 @@ def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured
         with particles.lock_network(), particles.runner.run_context(), preserve_random_state(posterior.device):
             if not captured:
                 on_gpu = posterior.device.type == "cuda"
-                with timed_convolutions(posterior.device):
-                    return _median_seconds(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+                return _median_seconds(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
             graph = _capture_gradients(run, posterior, batch)
             return None if graph is None else _median_seconds(graph.replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
@@ -292,13 +318,14 @@ def _capture_gradients(run: Strategy, posterior: Posterior, batch: Batch) -> Gra
             # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side), timed_convolutions(posterior.device):
+            with torch.cuda.stream(side), for_graph():
                 for _ in range(2):
                     with nullcontext() if constants is None else constants.record_constants():
                         run(posterior, batch)
             torch.cuda.current_stream().wait_stream(side)
             reset_peak(posterior.device)  # that of libraries which try algorithms
-            return Graph(lambda: run(posterior, batch), constants=constants)
+            with for_graph():
+                return Graph(lambda: run(posterior, batch), constants=constants)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a user's network may do anything that cannot be captured

@@ -8,18 +8,19 @@ good step. "Bad" means: not finite. `CapturedStep` replays the whole step, the m
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dissensus.core.batch import Batch
+from dissensus.core.batch import Batch, input_tensors
 from dissensus.core.divergence import Diverged, has_nonfinite_norm, largest_magnitudes
 from dissensus.core.gradients import Strategy, add_gradients, automatic_gradients, compute_gradients
 from dissensus.core.likelihood import expand_weight
 from dissensus.core.member_runner import NOTHING
 from dissensus.core.posterior import Posterior
 from dissensus.core.weights import Recorder
-from dissensus.engine.cuda_graphs import CapturedCalls, Graph, NotConstant, shape_key
+from dissensus.engine.cuda_graphs import CapturedCalls, Graph, NotConstant, for_graph, shape_key
 from dissensus.engine.fast_optimisers import can_be_captured, can_skip, make_capturable, use_fused_kernels
 from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
 from dissensus.utils.parameter_groups import clip_members, count_optimizer_step
@@ -122,6 +123,12 @@ class EagerStep:
             self.optimizer.step()
         if observe:
             self.guard.observe()
+
+
+def request_key(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[Any, ...]:
+    """What times and plans depend on: device, precision and the shapes of a batch."""
+    shapes = [tuple(t.shape) for t in input_tensors(batch.x)]
+    return (str(posterior.device), precision, *shapes)
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
@@ -349,7 +356,7 @@ class CapturedStep(CapturedCalls):
     """One optimiser step of all members per batch, replayed from the graph for the batch's shape if there is one."""
 
     log_name = "the training step"
-    warm_up = 3  # these steps train like any others
+    warm_up = 1  # which trains like any other step
 
     def __init__(self, step: EagerStep) -> None:
         super().__init__()
@@ -414,12 +421,11 @@ class CapturedStep(CapturedCalls):
         self.active_graph = None
         if self.restore is not None:
             self.restore()
-        self.step.close()
 
     def _run_plain(self, key: Hashable, batch: Batch) -> Tensor:
         # On a side stream: memory allocated before a capture must not belong to the default stream.
         self.side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_stream), self.record_constants(key):
+        with torch.cuda.stream(self.side_stream), self.record_constants(key), for_graph():
             losses = self.step(batch)
         torch.cuda.current_stream().wait_stream(self.side_stream)
         return losses
@@ -437,7 +443,10 @@ class CapturedStep(CapturedCalls):
         steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
         self.posterior.zero_grad(set_to_none=True)  # all gradients: existing ones would be added to at every replay
         generators = getattr(self.step.optimizer, "generators", ())
-        graph = self.capture(key, lambda: self.step(held, observe=self.captures_observe), held.tensors(), generators)
+        with for_graph():
+            graph = self.capture(
+                key, lambda: self.step(held, observe=self.captures_observe), held.tensors(), generators
+            )
         if graph is None:
             self.posterior.steps.copy_(steps)
         else:

@@ -28,7 +28,8 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """
     if not targets:
         return
-    if not targets[0].is_cuda:
+    alike = [*map(Tensor.stride, targets)] == [*map(Tensor.stride, sources)]
+    if not targets[0].is_cuda or (alike and len({each.dtype for each in (*targets, *sources)}) == 1):
         torch._foreach_copy_(list(targets), list(sources))
         return
     groups: defaultdict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))

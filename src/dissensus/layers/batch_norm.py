@@ -14,7 +14,7 @@ from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.utils.batch_norm_names import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_private import is_transformed
+from dissensus.utils.torch_private import is_transformed, keep_signature
 
 
 @torch.no_grad()
@@ -121,6 +121,7 @@ def freeze_norms(member: Member) -> None:
             convert_layer(layer, FrozenNorm)
 
 
+@keep_signature
 class _NormaliseFunction(torch.autograd.Function):
     """y = (x − μ) / √(σ² + ε) · w + b, with μ and σ² constant."""
 

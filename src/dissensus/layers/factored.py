@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer, TransposedLinear, convert_layer
-from dissensus.utils.torch_private import is_transformed
+from dissensus.utils.torch_private import is_transformed, keep_signature
 
 
 def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
@@ -24,6 +24,7 @@ def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
     return product
 
 
+@keep_signature
 class _ScaleChannels(torch.autograd.Function):
     """y = x ∘ s that saves y, which the next layer saves as well, while autograd would also save x.
 

@@ -24,7 +24,7 @@ from dissensus.core.posterior import Posterior, expect_posterior, refresh
 from dissensus.distributed.interruptions import Interruptions
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training
-from dissensus.engine import Step, build_step
+from dissensus.engine import AdaptiveStep, build_step
 from dissensus.engine.memory import training_memory
 from dissensus.numerics.randomness import generator_states
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
@@ -128,7 +128,7 @@ def fit(
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
-        run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
+        run = _Run(plan, division, so_far, epochs, patience, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
         bar.note(_resume_note(len(history), epochs) if resumes else "")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
@@ -155,11 +155,11 @@ class _Run:
 
     def __init__(
         self,
-        posterior: Posterior,
         plan: Optimisation,
         division: TrainingPartition,
         so_far: RunSoFar,
         epochs: int,
+        patience: int | None,
         accumulate: int,
         clip: float | None,
         precision: TrainingPrecision,
@@ -167,17 +167,17 @@ class _Run:
         callback: Callback | Sequence[Callback] | None,
         on_step: StepCallback | Sequence[StepCallback] | None,
     ) -> None:
+        self.may_stop_early = patience is not None
         self.callbacks, self.on_step = _functions(callback), _functions(on_step)
         self.unreported = list[Tensor]()  # losses of the batches since the last step
-        self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
+        self.posterior, self.plan, self.loader, self.division = plan.posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
-        posterior.batches_per_step = accumulate * division.loader_count
+        plan.posterior.batches_per_step = accumulate * division.loader_count
         self.engine, self.epochs, self.accumulate = division.choose_engine(engine), epochs, accumulate
         self._begin(so_far.told)
-        steps = (self.loader.length or posterior.steps_per_epoch or 1) * epochs
-        dtype = _autocast_dtype(precision, posterior)
-        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps, "precision": dtype}
-        self.step: Step | None = None
+        dtype = _autocast_dtype(precision, plan.posterior)
+        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "precision": dtype}
+        self.step: AdaptiveStep | None = None
         self._inside = ExitStack()
 
     def _begin(self, told: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ class _Run:
                 rows = self.division.take_local_rows(batch)
                 with SmallBatchGuard(batch.x):
                     step = self.step or self._build_step(rows)
-                    losses = step(rows)
+                    losses = step.run(rows)
                 total = losses.clone() if total is None else total.add_(losses)
                 part.batches += 1
                 self.report_step(losses)
@@ -262,8 +262,7 @@ class _Run:
             return None
         if not counted:
             raise ValueError("expected a weight above 0 in an epoch, got none; pass other weights, or leave them out")
-        if self.step is not None:
-            self.history.engine = self.step.engine_name
+        self.note_engine()
         warn_of_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
 
@@ -285,11 +284,22 @@ class _Run:
             for each in self.on_step:
                 each(step)
 
-    def _build_step(self, batch: Batch) -> Step:
-        posterior, optimizer, precision = self.posterior, self.plan.optimizer, self.settings["precision"]
-        memory = training_memory(posterior, optimizer, batch, precision=precision)
-        self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **self.settings)
-        self.history.memory = replace(memory, taken=plan.taken)
+    def note_engine(self) -> None:
+        """Writes to the history how members run, and what memory was measured."""
+        if self.step is None:
+            return
+        self.history.engine = self.step.engine_name
+        if self.history.memory is not None and self.step.taken.alive:
+            self.history.memory = replace(self.history.memory, taken=self.step.taken)
+
+    def _build_step(self, batch: Batch) -> AdaptiveStep:
+        posterior, optimizer, length = self.posterior, self.plan.optimizer, self.loader.length
+        memory = training_memory(posterior, optimizer, batch, precision=self.settings["precision"])
+        count = None
+        if length is not None and not self.may_stop_early:
+            count = length * (self.epochs - len(self.history)) - (0 if self.part is None else self.part.batches)
+        self.step = build_step(self.engine, posterior, optimizer, batch, count=count, memory=memory, **self.settings)
+        self.history.memory = memory
         return self.step
 
 

@@ -3,12 +3,13 @@
 Tried on torch 2.11 (CPU and CUDA) and 2.13 (CPU).
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TorchDispatchMode"]  # a public class in a private module
+FunctionClass = TypeVar("FunctionClass", bound=type[torch.autograd.Function])
 
 # How the innermost level of functorch is closed. Its own function for all of them closes one too many in torch 2.11.
 CLOSE = {
@@ -133,6 +135,12 @@ def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., An
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has memory: a row of several gradients at once has none."""
     return torch._C._has_storage(tensor)
+
+
+def keep_signature(function: FunctionClass) -> FunctionClass:
+    """The `autograd.Function` class itself; torch looks up the signature of its `forward` at every call, now at once."""
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    return function
 
 
 def in_backward_pass() -> bool:

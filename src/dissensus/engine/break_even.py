@@ -1,0 +1,174 @@
+"""When the fast way pays: one rule for training steps, predictions and compilation.
+
+A run begins plainly. The fast way, a CUDA graph or compiled code, is prepared once
+
+    calls left × seconds of a plain call × share saved  >  seconds of the preparation.
+
+If nobody knows how many calls are left, as many are expected as there have been: the run then takes at most about twice the
+time of the better choice. Share and preparation are estimated until a run has measured them; the posterior keeps what was
+measured for its next run on batches of this shape.
+"""
+
+import logging
+import os
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+log = logging.getLogger("dissensus")
+
+# Measured on an H200 with networks from an MLP to ResNet-18, single and in ensembles of ten.
+SAVED = 2 / 3  # the share of a plain call that a graph saves where launching kernels takes longer than running them
+SAVED_BY_FUSING = 0.1  # and where it does not
+LAUNCHING = 0.8  # the share of a call from which launching is what takes the time
+CAPTURE = 6  # launches of a plain call that a graph takes: a warm-up and a capture by way of fused layers
+MEASURED = 3  # the call that is measured: those before it load libraries and make an optimiser's state
+LOADING = 0.4  # seconds for the kernels of fused layers, once per process
+TIMED, TIMING = 0.08, 1.5  # share saved, and seconds taken, by cuDNN's timing its algorithms
+SAVED_BY_COMPILING, COMPILING = 1 / 3, 60.0
+SLOWEST = 5.0  # seconds of a plain call: longer ones are not expected
+
+
+_loaded: set[str] = set()  # "fused layers", once this process has loaded their kernels
+
+
+def pays(seconds: float, saved: float, preparation: float) -> bool:
+    """Whether saving this share of so many seconds is worth a preparation of so many."""
+    return seconds * saved > preparation
+
+
+@dataclass
+class Pace:
+    """Seconds of a call on batches of one shape, as far as they have been measured."""
+
+    plain: float | None = None
+    launched: float = 0.0  # of a plain call, until the host has launched its kernels
+    fast: float | None = None
+    preparation: float | None = None  # once kernels are loaded
+    compiles: bool = False  # whether the fast way is compiled code, not a graph
+    process: int = field(default_factory=os.getpid)  # copies in other processes have kernels to load
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the fast way was measured, which has loaded its kernels."""
+        return self.fast is not None and self.preparation is not None and self.process == os.getpid()
+
+    @property
+    def saves(self) -> bool:
+        """Whether the fast way is known to be faster."""
+        return self.plain is not None and self.fast is not None and self.fast < self.plain
+
+    def expected(self) -> tuple[float, float]:
+        """(share of a plain call that the fast way saves, seconds to prepare it): measured, else estimated."""
+        saved = SAVED_BY_FUSING
+        if self.plain is not None and self.fast is not None:
+            saved = 1 - self.fast / self.plain
+        elif self.compiles:
+            saved = SAVED_BY_COMPILING
+        elif self.launched > LAUNCHING * (self.plain or 0.0):
+            saved = SAVED
+        if self.compiles:  # anew in every run
+            return saved, COMPILING
+        loading = 0.0 if _loaded else LOADING
+        return saved, loading + CAPTURE * self.launched if self.preparation is None else self.preparation
+
+    def __str__(self) -> str:
+        known = {"plain": self.plain, "fast": self.fast}
+        found = [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in known.items() if seconds is not None]
+        return ", ".join(found + ([] if self.preparation is None else [f"prepared in {self.preparation:.2g} s"]))
+
+
+def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False) -> Pace:
+    """The pace of calls of this kind and shape, kept among a runner's plans."""
+    pace: Pace = plans.setdefault(("pace", compiles, key), Pace(compiles=compiles))
+    return pace
+
+
+def may_pay(pace: Pace, count: int | None) -> bool:
+    """Whether the fast way may pay in a run of so many calls, however slow they are."""
+    return count is None or pays(count * SLOWEST, *pace.expected())
+
+
+class BreakEven:
+    """Follows the calls of a run, measures them, and says when to prepare the fast way.
+
+    Args:
+        count: of the calls to come; None if nobody knows.
+        first: the first call before which the fast way can be prepared.
+    """
+
+    def __init__(self, pace: Pace, device: torch.device, count: int | None, *, first: int = 0) -> None:
+        self.pace, self.device, self.count, self.first = pace, device, count, first
+        self.calls = 0  # so far
+        self.stage = "plain"  # then "preparing", "measuring", "settled"
+        self.start = 0.0
+        self.prepared_at: int | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to decide."""
+        return self.stage == "settled"
+
+    def settle(self) -> None:
+        """Stays with the way in use."""
+        self.stage = "settled"
+
+    def begin_call(self) -> bool:
+        """Call it before each call until all is settled; returns whether to prepare the fast way now."""
+        self.calls += 1
+        prepares = self.stage == "plain" and self.pace.plain is not None and self._pays_now()
+        if prepares:
+            self.stage, self.prepared_at = "preparing", self.calls
+        if self.stage in ("preparing", "measuring") or self.calls == MEASURED:
+            self._wait()
+            self.start = perf_counter()
+        return prepares
+
+    def end_call(self, *, fast: bool) -> None:
+        """Call it after each; `fast`: whether the fast way is ready, so that the next call is one."""
+        pace = self.pace
+        if self.stage == "plain" and self.calls == MEASURED and pace.plain is None:
+            pace.launched, pace.plain = self._stop()
+        elif self.stage == "preparing" and fast:
+            pace.preparation = self._stop()[1]  # of the last call, which captured; those before it warmed up
+            _loaded.add("fused layers")
+            self.stage = "measuring"
+        elif self.stage == "measuring":
+            pace.fast = self._stop()[1]
+            self.settle()
+            log.debug("the fast way since call %s: %s", self.prepared_at, pace)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the calls to come will take if they are plain ones."""
+        done = self.calls - 1
+        return (done if self.count is None else self.count - done) * (self.pace.plain or 0.0)
+
+    @property
+    def times_convolutions(self) -> bool:
+        """Whether cuDNN may time its algorithms for the fast way."""
+        return pays((1 - self.pace.expected()[0]) * self.seconds_left, TIMED, TIMING)
+
+    def _pays_now(self) -> bool:
+        if self.calls <= self.first:
+            return False
+        if pays(self.seconds_left, *self.pace.expected()):
+            log.debug(
+                "the fast way pays: %s; calls left: %s", self.pace, "unknown" if self.count is None else self.count
+            )
+            return True
+        if self.count is not None:  # it will not pay later either
+            self.settle()
+        return False
+
+    def _stop(self) -> tuple[float, float]:
+        """Seconds since the start: (until the host came here, until the device was ready, too)."""
+        launched = perf_counter() - self.start
+        self._wait()
+        return launched, perf_counter() - self.start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
