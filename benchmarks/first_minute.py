@@ -233,6 +233,7 @@ def in_child(work: Callable[[], Any], caches: Path, seconds: float = 600.0) -> A
     child = os.fork()
     if child == 0:
         os.close(reading)
+        caches.mkdir(parents=True, exist_ok=True)
         os.environ |= {name: str(caches / name.lower()) for name in CACHES}
         try:
             answer = work()
@@ -267,9 +268,11 @@ def measured(case: Case, lengths: Sequence[int], rounds: int, caches: Path, unti
     ours: dict[tuple[str, int], list[Row]] = {}
     theirs: dict[int, list[Row]] = {}
 
+    def folder(length: int) -> Path:
+        return caches / f"{case}-{case.precision}-{length}".replace(" ", "_")
+
     def library(state: str, length: int) -> None:
-        folder = caches / f"{case}-{case.precision}-{length}".replace(" ", "_")
-        ours.setdefault((state, length), []).append(in_child(partial(time_library, case, length), folder))
+        ours.setdefault((state, length), []).append(in_child(partial(time_library, case, length), folder(length)))
 
     def by_hand() -> None:
         for part in [[length] for length in stamps] if apart else [stamps]:
@@ -277,7 +280,9 @@ def measured(case: Case, lengths: Sequence[int], rounds: int, caches: Path, unti
             for length in part:
                 theirs.setdefault(length, []).append(found if "failed" in found else found[str(length)])
 
-    jobs: list[Callable[[], None]] = [partial(library, "cold", length) for length in lengths]
+    # The first of all runs, which fills the caches; a long run on a CPU keeps nothing on disk.
+    cold = [length for length in lengths if not folder(length).exists() and (case.device == "cuda" or length <= 50)]
+    jobs: list[Callable[[], None]] = [partial(library, "cold", length) for length in cold]
     for i in range(rounds):
         turns = [by_hand, *(partial(library, "warm", length) for length in lengths)]
         jobs += turns if i % 2 == 0 else turns[::-1]

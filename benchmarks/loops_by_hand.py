@@ -121,7 +121,7 @@ class SWAG(Ensemble):
         deviations = torch.stack(self.deviations)
         self.drawn = []
         for _ in range(self.samples):
-            low_rank = torch.randn(len(deviations), device=self.device) @ deviations
+            low_rank = torch.randn_like(deviations[:, 0]) @ deviations
             noise = std * torch.randn_like(std) + low_rank / max(len(deviations) - 1, 1) ** 0.5
             network = copy.deepcopy(self.networks[0])
             vector_to_parameters(self.mean + 0.5**0.5 * noise, network.parameters())
