@@ -207,23 +207,38 @@ def stamped(
     return found
 
 
-def profile(case: Case, batches: int) -> Row:
-    """Prints where the library's time goes in each call."""
+def profile(case: Case, batches: int, folder: Path) -> dict[str, float]:
+    """What each call takes; the folder gets a profile of each, which makes calls about twice as long."""
     start(case)
     networks, loader = case.networks(), case.loader(batches)
     posterior = METHODS[case.method](networks, batches * case.batch)
     train = partial(ds.fit, posterior, loader, epochs=1, progress=False, precision=case.precision, device=case.device)
     calls = {"training": train, "prediction": lambda: ds.predict(posterior, loader).mean}
+    found, place = {}, Path(tempfile.mkdtemp(dir=folder))
     for what, call in calls.items():
         for state in ("first", "second"):
-            run = cProfile.Profile()
+            run = cProfile.Profile(time.process_time if case.device == "cpu" else time.perf_counter)
             begin = case.clock()
-            run.enable()
-            call()
-            run.disable()
-            print(f"\n{case}, {batches} batches, {what}, {state} call: {case.clock() - begin:.3f} s", flush=True)
-            pstats.Stats(run).sort_stats("cumulative").print_stats("dissensus|triton|inductor|cudnn", 45)
-    return {}
+            run.runcall(call)
+            found[f"{what} {state}"] = case.clock() - begin
+            run.dump_stats(place / f"{what} {state}")
+    return found
+
+
+def print_profiles(case: Case, batches: int, rounds: int, shown: int = 60) -> None:
+    """Where the library's time goes in each call: milliseconds, means over processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [in_child(partial(profile, case, batches, Path(folder)), Path(folder) / "caches") for _ in range(rounds)]
+        for key in next(iter(runs)):
+            stats = pstats.Stats(*map(str, Path(folder).glob(f"*/{key}")))
+            per = 1e3 / rounds
+            print(f"\n{case}, {batches} batches, {key} call: {median(run[key] for run in runs):.4f} s")
+            print("     ms   own ms     calls")
+            every: dict[tuple[str, int, str], tuple[Any, ...]] = stats.stats  # type: ignore[attr-defined]
+            ranked = sorted(every.items(), key=lambda item: -item[1][3])
+            for (file, line, name), (_, calls, own, whole, _) in ranked[:shown]:
+                short = re.sub(r".*/(src|site-packages)/", "", file)
+                print(f"{whole * per:7.2f} {own * per:8.2f} {calls / rounds:9.1f}  {short}:{line} {name}")
 
 
 def in_child(work: Callable[[], Any], caches: Path, seconds: float = 600.0) -> Any:
@@ -435,7 +450,7 @@ def measure(case: Case, given: argparse.Namespace, caches: Path, facts: Row, unt
     lengths = [length for length in map(int, given.lengths.split(",")) if length <= case.longest]
     if given.profile:
         for length in lengths:
-            in_child(partial(profile, case, length), caches / "profile")
+            print_profiles(case, length, given.rounds)
         return
     known = read_rows(given.csv) if given.csv else []
     half = "float32" if case.device == "cpu" or case.precision == "float32" else "bf16"
