@@ -295,10 +295,11 @@ def measured(case: Case, lengths: Sequence[int], rounds: int, caches: Path, unti
             for length in part:
                 theirs.setdefault(length, []).append(found if "failed" in found else found[str(length)])
 
-    # The first of all runs, which fills the caches; a long run on a CPU keeps nothing on disk.
+    # The first of all runs fills the caches; a long run on a CPU keeps nothing on disk.
     cold = [length for length in lengths if not folder(length).exists() and (case.device == "cuda" or length <= 50)]
-    jobs: list[Callable[[], None]] = [partial(library, "cold", length) for length in cold]
-    for i in range(rounds):
+    states = {length: ("cold", "warm") if length in cold else ("warm",) for length in lengths}
+    jobs = [by_hand, *(partial(library, state, length) for length in lengths for state in states[length])]
+    for i in range(1, rounds):
         turns = [by_hand, *(partial(library, "warm", length) for length in lengths)]
         jobs += turns if i % 2 == 0 else turns[::-1]
     for job in jobs:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import update_bn
 
 RATE, DECAY = 1e-3, 1e-4
@@ -102,7 +101,7 @@ class SWAG(Ensemble):
         self.start = self.steps - 1 - self.every * (min(2 * self.rank, length) - 1)
 
     def weights(self) -> Tensor:
-        return parameters_to_vector(self.networks[0].parameters()).detach()
+        return torch.cat([each.detach().flatten() for each in self.networks[0].parameters()])
 
     def step(self, x: Tensor, y: Tensor) -> None:
         super().step(x, y)
@@ -124,7 +123,9 @@ class SWAG(Ensemble):
             low_rank = torch.randn_like(deviations[:, 0]) @ deviations
             noise = std * torch.randn_like(std) + low_rank / max(len(deviations) - 1, 1) ** 0.5
             network = copy.deepcopy(self.networks[0])
-            vector_to_parameters(self.mean + 0.5**0.5 * noise, network.parameters())
+            drawn = (self.mean + 0.5**0.5 * noise).split([each.numel() for each in network.parameters()])
+            for parameter, values in zip(network.parameters(), drawn, strict=True):
+                parameter.copy_(values.view_as(parameter))
             update_bn(loader, network)
             self.drawn.append(network.eval())
 
@@ -151,7 +152,8 @@ class NoisyLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.component is not None
         z = self.draw(self.component) if self.z is None else self.z
-        return self.layer(x) * (z if isinstance(self.layer, nn.Linear) else z[..., None, None])
+        outputs = self.layer(x)
+        return outputs * (z if isinstance(self.layer, nn.Linear) else z[..., None, None]).to(outputs.dtype)
 
 
 def with_noise(module: nn.Module, components: int, std: float) -> nn.Module:
