@@ -151,23 +151,18 @@ def test_rows_of_a_case_have_every_call_and_are_measured_once(first_minute, tmp_
 
 
 def test_limits_are_those_of_the_call_and_the_device(first_minute):
-    def reached(ours, state, *, device="cuda", members=1, length="known", set_up=0.0):
-        row = {
-            "state": state,
-            "length": length,
-            "members": members,
-            "ours_s": ours,
-            "by_hand_s": 1.0,
-            "set_up_s": set_up,
-        }
-        return first_minute.reached(row, device)
+    def reached(seconds, state, *, device="cuda", method="MAP", known=True):
+        case = first_minute.Case(method, "MLP", device, 8, known=known)
+        return first_minute.compared([seconds], [1.0], first_minute.limit_of(case, state))["reached"]
 
-    assert [reached(ours, "first") for ours in (1.29, 1.31)] == ["yes", "no"]
-    assert [reached(ours, "second") for ours in (1.04, 1.06)] == ["yes", "no"]
-    assert [reached(ours, "second", device="cpu") for ours in (1.09, 1.11)] == ["yes", "no"]
-    assert reached(1.09, "second", device="cpu", members=10) == "no"
-    assert [reached(ours, "second", length="unknown") for ours in (1.9, 2.1)] == ["yes", "no"]
-    assert [reached(99.0, "cold", set_up=s) for s in (14.0, 16.0)] == ["yes", "no"]
+    assert [reached(seconds, "first") for seconds in (1.29, 1.31)] == ["yes", "no"]
+    assert [reached(seconds, "second") for seconds in (1.04, 1.06)] == ["yes", "no"]
+    assert [reached(seconds, "second", device="cpu") for seconds in (1.09, 1.11)] == ["yes", "no"]
+    assert reached(1.09, "second", device="cpu", method="FoRDE") == "no"
+    assert [reached(seconds, "second", known=False) for seconds in (1.9, 2.1)] == ["yes", "no"]
+    assert reached(99.0, "cold") == "yes"
+    of_rounds = first_minute.compared([1.0, 20.0, 3.0], [1.0, 10.0, 4.0], (1.05, 0.0))  # in turns
+    assert (of_rounds["ratio"], of_rounds["excess_s"], of_rounds["ours_s"]) == (1.0, -0.05, 3.0)
 
 
 def test_seconds_beyond_the_last_time_stamp_go_on_at_its_speed(first_minute):
