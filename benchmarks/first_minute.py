@@ -280,6 +280,7 @@ def measured(case: Case, lengths: Sequence[int], rounds: int, caches: Path, unti
     stamps = [length for length in lengths if length <= case.most] or [min(case.most, max(lengths))]
     stamps = sorted({*stamps, *(given for given in (5, 10, case.most) if given < max(lengths))})
     stamps = [length for length in stamps if length <= case.most]
+    patience = 240.0 if case.device == "cuda" else 1800.0
     apart = case.method == "SWAG"  # its schedule depends on the length of the run
     ours: dict[tuple[str, int], list[Row]] = {}
     theirs: dict[int, list[Row]] = {}
@@ -288,11 +289,12 @@ def measured(case: Case, lengths: Sequence[int], rounds: int, caches: Path, unti
         return caches / f"{case}-{case.precision}-{length}".replace(" ", "_")
 
     def library(state: str, length: int) -> None:
-        ours.setdefault((state, length), []).append(in_child(partial(time_library, case, length), folder(length)))
+        found = in_child(partial(time_library, case, length), folder(length), patience)
+        ours.setdefault((state, length), []).append(found)
 
     def by_hand() -> None:
         for part in [[length] for length in stamps] if apart else [stamps]:
-            found = in_child(partial(time_by_hand, case, part), caches / "by hand")
+            found = in_child(partial(time_by_hand, case, part), caches / "by hand", patience)
             for length in part:
                 theirs.setdefault(length, []).append(found if "failed" in found else found[str(length)])
 
@@ -467,7 +469,8 @@ def measure(case: Case, given: argparse.Namespace, caches: Path, facts: Row, unt
         "network": case.network, "method": case.method, "length": "known" if case.known else "unknown",
         "device": facts["device"], "what": "training", "state": "second", "precision": half,
     }  # fmt: skip
-    done = {int(row["batches"]) for row in known if all(row[name] == value for name, value in same.items())}
+    kept = [row for row in known if not row.get("note") and all(row[name] == value for name, value in same.items())]
+    done = {int(row["batches"]) for row in kept}
     if lengths := [length for length in lengths if length not in done]:
         rows = [row | facts for row in measured(case, lengths, given.rounds, caches, until)]
         for row in rows:
