@@ -19,6 +19,7 @@ import compose
 import compose_speed
 import embedded_width
 import fast_paths
+import first_minute
 import landscape
 import measured
 import mnist_ood
@@ -630,6 +631,8 @@ def tables_of_studies() -> Iterator[tuple[Path, str, str]]:
         yield results / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield results / "composing.md", "compose-speed", compose_speed.page(found)
+    if found := [row for file in first_minute.FILES for row in rows(file)]:
+        yield results / "speed.md", "first-minute", first_minute.page(found)
     if found := rows("momentum.csv"):
         yield docs / "theory.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     yield results / "tables.md", "regression-tables", regression_page.page(rows("regression_tables.csv"))
