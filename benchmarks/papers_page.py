@@ -48,7 +48,7 @@ def pairs(out: Path) -> list[Row]:
             common = sorted(base.keys() & other.keys())
             if not common or method == task.settings["baseline"]:
                 continue
-            for key in COMPARED:
+            for key in COMPARED[: 2 + 2 * ("corrupt" in task.settings["evaluation"])]:
                 each = np.stack([other[seed][key] - base[seed][key] for seed in common])  # (seeds, images)
                 found.append({"task": task.name, "size": size, "method": method, "metric": key} | bootstrap(each))
     return found
@@ -61,7 +61,8 @@ def per_seed(folder: Path, method: str) -> dict[int, dict[str, np.ndarray]]:
         with np.load(path, allow_pickle=False) as kept:
             nll = kept["clean/nll"].astype(np.float64)
             correct = np.unpackbits(kept["clean/correct"])[: len(nll)].astype(np.float64)
-            damaged = {f"corrupt/{n}": kept[f"corrupted/{n}"].astype(np.float64).mean(0) for n in ("accuracy", "nll")}
+            there = [name for name in ("accuracy", "nll") if f"corrupted/{name}" in kept]
+            damaged = {f"corrupt/{name}": kept[f"corrupted/{name}"].astype(np.float64).mean(0) for name in there}
             found[int(path.stem.rpartition("-seed")[2])] = {"accuracy": correct, "nll": nll, **damaged}
     return found
 

@@ -229,7 +229,7 @@ def test_a_run_that_cannot_end_in_time_is_stopped(papers, tmp_path, monkeypatch)
     folder = tmp_path / "cifar100-forde-short" / "map-seed0"
     folder.mkdir(parents=True)
     assert portion.needs(("map", 0)) is None
-    (folder / "log.jsonl").write_text("".join(json.dumps({"seconds": 10.0}) + "\n" for _ in range(4)))
+    (folder / "log.jsonl").write_text("".join(json.dumps({"epoch": i + 1, "seconds": 10.0}) + "\n" for i in range(4)))
     assert portion.needs(("map", 0)) == 36 * 10.0 + papers.EVALUATION
     portion.found[("map", 0)] = 2  # epochs of an earlier portion, which may have run beside others
     assert portion.needs(("map", 0)) is None
