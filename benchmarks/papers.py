@@ -37,6 +37,7 @@ from dissensus.bench.run.run_folder import provenance, read_counts
 from dissensus.bench.run.shared_training import companions
 from dissensus.bench.task.config import Task, load_task, run_config
 from dissensus.bench.task.objects import base_name
+from dissensus.data.catalogue import FOLDER_VARIABLE
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.utils.parameter_groups import TAIL
 
@@ -56,6 +57,8 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.collect is not None:
         print(collect(arguments.collect))
         return 0
+    if arguments.data is not None:
+        os.environ[FOLDER_VARIABLE] = arguments.data  # for functions that make data
     task = load_task(arguments.task, size=arguments.size, overrides=arguments.set, methods=arguments.methods)
     if arguments.worker:
         keep_runs(task, arguments.methods, arguments.seeds[0], arguments)
@@ -246,6 +249,7 @@ def keep_run(task: Task, run: Run, evaluation: Evaluation, times: Row, arguments
     """Writes the file of one run, whose training is over."""
     config = run.config
     foreign = [f"ood/{name}/{key}" for name in evaluation.ood for key in FOREIGN]
+    foreign += [f"shift/{name}/{key}" for name in evaluation.shift for key in NUMBERS[:3]]
     severe = [f"corrupt/severity{s}/{key}" for s in evaluation.severities for key in NUMBERS[:3]]
     row: Row = {"task": task.name, "size": task.size, "method": config.method, "seed": config.seed}
     row |= {key: evaluation.metrics[key] for key in (*NUMBERS, *CHOICE, *foreign, *severe) if key in evaluation.metrics}
@@ -296,7 +300,7 @@ def per_image(arrays: Any, corrupt: Path, *, tables: bool) -> dict[str, Any]:
 def command(task: Task, method: str, seed: int, arguments: argparse.Namespace) -> str:
     changed = "".join(f" --set {each}" for each in arguments.set)
     return (
-        f"python benchmarks/papers.py --task {task.name} --methods {method} --seeds {seed} --size {task.size} "
+        f"python benchmarks/papers.py --task {papers_page.file_of(task)} --methods {method} --seeds {seed} --size {task.size} "
         f"--data DIR{changed}"
     )
 

@@ -12,11 +12,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from papers_page import RESULTS, figure_of, read_kept
+from papers_page import RESULTS, figure_of, load, read_kept
 from rows import Row, by_key, read_rows, summary
 
 from dissensus.bench.report.published_numbers import published_numbers
-from dissensus.bench.task.config import Task, load_task
+from dissensus.bench.task.config import Task
 from dissensus.plots import charts
 
 SEVERE = ("cifar100-node", "cifar100-node-vgg")  # tasks whose figure is over the severity
@@ -33,7 +33,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = [row for row in read_rows(given.kept / "papers.csv") if row["size"] == given.size]
     for name, found in by_key(rows, "task").items():
-        task = load_task(name, size=given.size)
+        task = load(name, given.size)
         if name in SEVERE:
             panels = severity_panels(task, found)
         elif name in RELIABLE:

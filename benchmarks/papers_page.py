@@ -27,6 +27,8 @@ TASKS = {  # and the minutes of a method on an H200, until one of the task was r
     "cifar100-reliability": 2.0,
     "cifar10-embedded-narrow": 1.0,
     "cifar10-embedded-wide": 3.0,
+    "cifar10-shift": 2.5,
+    "imagenet-node": 40.0,
 }
 # key -> title, factor, digits, rounding of a published difference, in our units
 COLUMNS: dict[str, tuple[str, float, int, float]] = {
@@ -38,6 +40,9 @@ COLUMNS: dict[str, tuple[str, float, int, float]] = {
     "corrupt/ece": ("cECE", 1, 2, 0.01),
     "corrupt/severity5/accuracy": ("accuracy at severity 5, %", 100, 1, 0.01),
     "corrupt/severity5/nll": ("NLL there", 1, 2, 0.02),
+    "shift/cifar10_1/accuracy": ("CIFAR-10.1, %", 100, 1, 0.001),
+    "shift/cifar10h/nll": ("CIFAR-10H, NLL", 1, 3, 0.01),
+    "shift/imagenet_v2/accuracy": ("ImageNet-V2, %", 100, 1, 0.001),
     "ood/svhn/auroc": ("AUROC, SVHN, %", 100, 1, 0.001),
     "ood/svhn/aupr": ("AUPR, %", 100, 1, 0.001),
     "ood/svhn/fpr95": ("FPR95, %", 100, 1, 0.001),
@@ -58,7 +63,7 @@ def pairs(out: Path) -> list[Row]:
         size = next((size for size in ("smoke", "short", "paper") if folder.name.endswith(f"-{size}")), None)
         if size is None:
             continue  # runs with changed settings
-        task = load_task(folder.name.removesuffix(f"-{size}"), size=size)
+        task = load(folder.name.removesuffix(f"-{size}"), size)
         base = per_seed(folder, str(task.settings["baseline"]))
         for method in task.methods:
             other = per_seed(folder, method)
@@ -116,7 +121,7 @@ def bootstrap(differences: np.ndarray) -> Row:
 def pages() -> Iterator[tuple[Path, str, str]]:
     rows, compared = (read_rows(RESULTS / name) for name in ("papers.csv", "pairs.csv"))
     for name in TASKS:
-        yield PAGE, name, page(load_task(name), rows, compared)
+        yield PAGE, name, page(load(name), rows, compared)
 
 
 def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
@@ -181,7 +186,18 @@ def chosen_method(task: Task, rows: list[Row]) -> str | None:
 
 
 def command(task: Task) -> str:
-    return f"python benchmarks/papers.py --task {task.name} --size {task.size} --seeds 0 1 2 --data DIR"
+    return f"python benchmarks/papers.py --task {file_of(task)} --size {task.size} --seeds 0 1 2 --data DIR"
+
+
+def file_of(task: Task) -> str:
+    """A shipped task's name; of another one its path from the repository's root."""
+    return task.name if task.folder is None else f"benchmarks/{task.name}.toml"
+
+
+def load(name: str, size: str = "short") -> Task:
+    """A shipped task, or one of this folder."""
+    own = Path(__file__).parent / f"{name}.toml"
+    return load_task(str(own) if own.is_file() else name, size=size)
 
 
 def published_text(task: Task, methods: list[str]) -> str:
