@@ -5,11 +5,12 @@
     python benchmarks/papers.py --collect benchmarks/results/papers     # papers.csv and pairs.csv of all files there
 
 DIR holds the data sets (docs/guides/data.md). A run whose file exists in OUT is skipped, so the same command continues a
-portion; `--jobs 2` trains two runs side by side on the GPU. A run that cannot end within the minutes is stopped as soon as
-its epochs show it. Each file, OUT/TASK-SIZE/METHOD-seedN.npz, holds for every test image the confidence, correctness
-and NLL (clean) and the mean accuracy and NLL over corruption types at each severity, in half precision; accuracy, NLL and ECE
-of each type and severity; and a row of numbers with commit, versions, device and command. `--tables` also keeps every corrupted
-image's prediction. Where files came without their history, set DISSENSUS_COMMIT.
+portion; `--jobs 2` trains two runs side by side on the GPU. Methods that watch one training count as one run. A run that
+cannot end within the minutes is stopped as soon as its epochs show it. Each file, OUT/TASK-SIZE/METHOD-seedN.npz, holds for
+every test image the confidence, correctness and NLL (clean) and the mean accuracy and NLL over corruption types at each
+severity, in half precision; accuracy, NLL and ECE of each type and severity; and a row of numbers with commit, versions,
+device and command. `--tables` also keeps every corrupted image's prediction. Where files came without their history, set
+DISSENSUS_COMMIT.
 """
 
 from __future__ import annotations
@@ -26,18 +27,29 @@ from typing import Any
 
 import numpy as np
 import papers_page
+import torch
 from rows import Row, write_rows
 
+from dissensus import theory
 from dissensus.bench.run import jobs
+from dissensus.bench.run.run import Run
 from dissensus.bench.run.run_folder import provenance, read_counts
+from dissensus.bench.run.shared_training import companions
 from dissensus.bench.task.config import Task, load_task, run_config
+from dissensus.bench.task.objects import base_name
+from dissensus.data.catalogue import FOLDER_VARIABLE
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.utils.parameter_groups import TAIL
 
 NUMBERS = ("accuracy", "nll", "ece", "corrupt/accuracy", "corrupt/nll", "corrupt/ece")
+FOREIGN = ("auroc", "aupr", "fpr95", "ece_union")  # of each set of foreign inputs
 CHOICE = ("validation/corrupt/accuracy", "validation/corrupt/nll")  # of a sweep
-EVALUATION = 60.0  # seconds that a run needs after its last epoch, to forecast its end
+EMBEDDED = ("batch_ensemble", "dropout_ensemble")  # theory has a verdict about them
+SEEN = 16  # test images on which their kernels are measured
+EVALUATION = 45.0  # seconds that a run needs after its last epoch, to forecast its end
 PATIENCE = 60.0  # seconds after which a second run may be stopped
 TELL = 30.0  # seconds between two lines about a run's progress
-Pair = tuple[str, int]
+Pair = tuple[str, int]  # methods that share a training, with spaces between them, and the seed
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -45,15 +57,13 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.collect is not None:
         print(collect(arguments.collect))
         return 0
+    if arguments.data is not None:
+        os.environ[FOLDER_VARIABLE] = arguments.data  # for functions that make data
     task = load_task(arguments.task, size=arguments.size, overrides=arguments.set, methods=arguments.methods)
     if arguments.worker:
-        (method,), (seed,) = arguments.methods, arguments.seeds
-        keep_run(task, method, seed, arguments)
+        keep_runs(task, arguments.methods, arguments.seeds[0], arguments)
         return 0
-    pairs = [(method, seed) for seed in arguments.seeds for method in arguments.methods or task.methods]
-    for method, seed in pairs:
-        run_config(task, method, seed)  # raises for a wrong name before anything is trained
-    left = Portion(task, arguments).run([pair for pair in pairs if not kept_file(task, *pair, arguments).is_file()])
+    left = Portion(task, arguments).run(waiting_runs(task, arguments))
     if any(arguments.out.glob("*/*.npz")):
         print(collect(arguments.out))
     for method, seed in left:
@@ -87,6 +97,18 @@ def place(task: Task, arguments: argparse.Namespace) -> str:
 def kept_file(task: Task, method: str, seed: int, arguments: argparse.Namespace) -> Path:
     folder: Path = arguments.out / place(task, arguments)
     return folder / f"{method}-seed{seed}.npz"
+
+
+def waiting_runs(task: Task, arguments: argparse.Namespace) -> list[Pair]:
+    """The runs whose files are not all there, those that share a training as one; raises for a wrong method."""
+    found: dict[Pair, None] = {}
+    for seed in arguments.seeds:
+        runs = [Run(Path(), run_config(task, method, seed)) for method in arguments.methods or task.methods]
+        for run in runs:
+            methods = [each.config.method for each in companions(run, runs)]
+            if not all(kept_file(task, method, seed, arguments).is_file() for method in methods):
+                found[" ".join(methods), seed] = None
+    return [*found]
 
 
 class Portion:
@@ -130,7 +152,7 @@ class Portion:
 
     def begin(self, pair: Pair) -> None:
         a = self.arguments
-        given = ["--task", a.task, "--methods", pair[0], "--seeds", str(pair[1]), "--size", a.size, "--worker"]
+        given = ["--task", a.task, "--methods", *pair[0].split(), "--seeds", str(pair[1]), "--size", a.size, "--worker"]
         given += [
             "--jobs",
             str(a.jobs),
@@ -175,60 +197,87 @@ class Portion:
 
     def needs(self, pair: Pair) -> float | None:
         """Seconds until the end of a run, by its epochs since it was begun here; None before the third and after the last."""
-        lines = self.epoch_lines(pair)
-        epochs = int(run_config(self.task, *pair).training["epochs"])
-        if not self.found.get(pair, 0) + 3 <= len(lines) < epochs:
-            return None
+        config, lines = run_config(self.task, pair[0].split()[0], pair[1]), self.epoch_lines(pair)
+        epochs = int(config.training["epochs"])
         try:
-            recent = [float(json.loads(line)["seconds"]) for line in lines[-3:]]
+            recent = [json.loads(line) for line in lines[-3:]]
         except ValueError:  # a line that is being written
             return None
-        return float(np.median(recent)) * (epochs - len(lines)) + EVALUATION
+        if len(lines) < self.found.get(pair, 0) + 3 or recent[-1]["epoch"] >= epochs:
+            return None
+        left = epochs - recent[-1]["epoch"]
+        if not all(map(self.read_log, self.logs(pair))):  # of methods on the other branch of a shared training
+            left += round(epochs * (1 - config.training.get("branch_at", TAIL)))
+        return float(np.median([line["seconds"] for line in recent])) * left + EVALUATION * len(pair[0].split())
 
     def epoch_lines(self, pair: Pair) -> list[str]:
-        """The log of a run: a line for each epoch."""
-        log = self.arguments.runs / place(self.task, self.arguments) / f"{pair[0]}-seed{pair[1]}" / "log.jsonl"
-        return log.read_text().splitlines() if log.is_file() else []
+        """The log of a run that is under way, with a line for each epoch: of methods together, the last one written."""
+        logs = [path for path in self.logs(pair) if path.is_file()]
+        return self.read_log(max(logs, key=lambda path: path.stat().st_mtime)) if logs else []
+
+    def logs(self, pair: Pair) -> list[Path]:
+        folder = self.arguments.runs / place(self.task, self.arguments)
+        return [folder / f"{method}-seed{pair[1]}" / "log.jsonl" for method in pair[0].split()]
+
+    def read_log(self, path: Path) -> list[str]:
+        return path.read_text().splitlines() if path.is_file() else []
 
 
 # ------------------------------------------------------------------------------------------- one run
 
 
-def keep_run(task: Task, method: str, seed: int, arguments: argparse.Namespace) -> None:
-    """Trains and evaluates one run and keeps its numbers and per-image predictions."""
-    began = time.monotonic()
-    stages = {"data": began}
+def keep_runs(task: Task, methods: list[str], seed: int, arguments: argparse.Namespace) -> None:
+    """Trains and evaluates one run, or those that share a training; keeps their numbers and per-image predictions."""
+    began, measured = time.monotonic(), {}
 
     def tell(text: str) -> None:
-        for stage in ("training", "evaluating"):
-            if stage in text:
-                stages.setdefault(stage, time.monotonic())
+        if "evaluating" in text:  # "[1/2] METHOD, seed N: evaluating …"
+            measured.setdefault(text.partition("] ")[2].partition(",")[0], time.monotonic())
         print(f"{time.monotonic() - began:6.1f} s {text}", flush=True)
 
     runs_folder = arguments.runs / place(task, arguments)
     asked: dict[str, Any] = {"out": runs_folder, "source": arguments.data, "tell": tell}
-    (run,), (evaluation,) = jobs.run_all(task, methods=[method], seeds=[seed], **asked)
-    ended = time.monotonic()
+    runs, evaluations = jobs.run_all(task, methods=methods, seeds=[seed], **asked)
+    starts = [measured.get(method, began) for method in methods] + [time.monotonic()]
+    for i, (run, evaluation) in enumerate(zip(runs, evaluations, strict=True)):
+        spent = starts[i + 1] - starts[i]
+        times = {"seconds": (starts[0] - began) / len(runs) + spent, "evaluation_seconds": spent}
+        keep_run(task, run, evaluation, times, arguments)
+
+
+def keep_run(task: Task, run: Run, evaluation: Evaluation, times: Row, arguments: argparse.Namespace) -> None:
+    """Writes the file of one run, whose training is over."""
     config = run.config
-    row: Row = {"task": task.name, "size": task.size, "method": method, "seed": seed}
-    row |= {key: evaluation.metrics[key] for key in (*NUMBERS, *CHOICE) if key in evaluation.metrics}
+    foreign = [f"ood/{name}/{key}" for name in evaluation.ood for key in FOREIGN]
+    foreign += [f"shift/{name}/{key}" for name in evaluation.shift for key in NUMBERS[:3]]
+    severe = [f"corrupt/severity{s}/{key}" for s in evaluation.severities for key in NUMBERS[:3]]
+    row: Row = {"task": task.name, "size": task.size, "method": config.method, "seed": config.seed}
+    row |= {key: evaluation.metrics[key] for key in (*NUMBERS, *CHOICE, *foreign, *severe) if key in evaluation.metrics}
     row |= {"epochs": config.training["epochs"], "members": config.settings.get("members", 1)}
     row |= {"images": len(run.data.train.y), "severities": " ".join(map(str, evaluation.severities))}
-    row |= {"train_seconds": evaluation.metrics["cost/train_seconds"], "seconds": ended - began}
-    row |= {"evaluation_seconds": ended - stages.get("evaluating", ended), "side_by_side": arguments.jobs}
+    row |= {"train_seconds": evaluation.metrics["cost/train_seconds"], **times, "side_by_side": arguments.jobs}
     row["overrides"] = " ".join(arguments.set)
+    if base_name(config.method) in EMBEDDED:
+        row["theory"] = verdict_of_theory(run)
     made = provenance(run.device)
     row |= {key: made[key] for key in ("commit", "dissensus", "python", "torch", "numpy", "device", "platform")}
-    row["command"] = command(task, method, seed, arguments)
+    row["command"] = command(task, config.method, config.seed, arguments)
     arrays = per_image(evaluation.arrays, run.folder / "predictions" / "corrupt.safetensors", tables=arguments.tables)
-    path = kept_file(task, method, seed, arguments)
+    path = kept_file(task, config.method, config.seed, arguments)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     with temporary.open("wb") as file:
         np.savez_compressed(file, row=np.array(json.dumps(row)), **arrays)
     temporary.replace(path)
-    shown = ", ".join(f"{key} {row[key]:.4f}" for key in NUMBERS if key in row)
-    print(f"{method}, seed {seed}: {shown}; {row['seconds'] / 60:.1f} minutes", flush=True)
+    shown = ", ".join(f"{key} {row[key]:.4f}" for key in (*NUMBERS, *foreign) if key in row)
+    print(f"{config.method}, seed {config.seed}: {shown}; {row['seconds'] / 60:.1f} minutes", flush=True)
+
+
+def verdict_of_theory(run: Run) -> str:
+    """What theory says of an embedded ensemble's members, by their kernels on a few test images."""
+    x, _ = next(iter(run.loader(run.data.test.select(torch.arange(SEEN)))))
+    posterior = run.posterior()
+    return str(theory.regime(posterior, x.to(posterior.device)).kind or "unknown")
 
 
 def per_image(arrays: Any, corrupt: Path, *, tables: bool) -> dict[str, Any]:
@@ -251,7 +300,7 @@ def per_image(arrays: Any, corrupt: Path, *, tables: bool) -> dict[str, Any]:
 def command(task: Task, method: str, seed: int, arguments: argparse.Namespace) -> str:
     changed = "".join(f" --set {each}" for each in arguments.set)
     return (
-        f"python benchmarks/papers.py --task {task.name} --methods {method} --seeds {seed} --size {task.size} "
+        f"python benchmarks/papers.py --task {papers_page.file_of(task)} --methods {method} --seeds {seed} --size {task.size} "
         f"--data DIR{changed}"
     )
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,19 @@ from dissensus.bench.task.config import Task, load_task
 
 RESULTS = Path(__file__).parent / "results" / "papers"
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "papers.md"
-TASKS = ("cifar10-forde", "cifar100-forde", "cifar100-alpha")
+TASKS = {  # and the minutes of a method on an H200, until one of the task was run
+    "cifar10-forde": 5.0,
+    "cifar100-forde": 5.0,
+    "cifar100-alpha": 5.0,
+    "cifar100-node": 2.0,
+    "cifar100-node-vgg": 2.0,
+    "cifar10-single": 4.0,
+    "cifar100-reliability": 2.0,
+    "cifar10-embedded-narrow": 1.0,
+    "cifar10-embedded-wide": 3.0,
+    "cifar10-shift": 2.5,
+    "imagenet-node": 40.0,
+}
 # key -> title, factor, digits, rounding of a published difference, in our units
 COLUMNS: dict[str, tuple[str, float, int, float]] = {
     "accuracy": ("accuracy, %", 100, 1, 0.001),
@@ -25,9 +38,18 @@ COLUMNS: dict[str, tuple[str, float, int, float]] = {
     "corrupt/accuracy": ("cA, %", 100, 1, 0.001),
     "corrupt/nll": ("cNLL", 1, 2, 0.01),
     "corrupt/ece": ("cECE", 1, 2, 0.01),
+    "corrupt/severity5/accuracy": ("accuracy at severity 5, %", 100, 1, 0.01),
+    "corrupt/severity5/nll": ("NLL there", 1, 2, 0.02),
+    "shift/cifar10_1/accuracy": ("CIFAR-10.1, %", 100, 1, 0.001),
+    "shift/cifar10h/nll": ("CIFAR-10H, NLL", 1, 3, 0.01),
+    "shift/imagenet_v2/accuracy": ("ImageNet-V2, %", 100, 1, 0.001),
+    "ood/svhn/auroc": ("AUROC, SVHN, %", 100, 1, 0.001),
+    "ood/svhn/aupr": ("AUPR, %", 100, 1, 0.001),
+    "ood/svhn/fpr95": ("FPR95, %", 100, 1, 0.001),
 }
-JUDGED = ("corrupt/accuracy", "corrupt/nll")
-COMPARED = ("accuracy", "nll", *JUDGED)  # those with a value for each image
+CLEAN, JUDGED = ("accuracy", "nll"), ("corrupt/accuracy", "corrupt/nll")
+COMPARED = (*CLEAN, *JUDGED)  # those with a value for each image
+VERDICTS = ("agrees", "weaker", "does not come out")
 RESAMPLES, CHUNK = 2000, 100
 
 
@@ -41,14 +63,14 @@ def pairs(out: Path) -> list[Row]:
         size = next((size for size in ("smoke", "short", "paper") if folder.name.endswith(f"-{size}")), None)
         if size is None:
             continue  # runs with changed settings
-        task = load_task(folder.name.removesuffix(f"-{size}"), size=size)
+        task = load(folder.name.removesuffix(f"-{size}"), size)
         base = per_seed(folder, str(task.settings["baseline"]))
         for method in task.methods:
             other = per_seed(folder, method)
             common = sorted(base.keys() & other.keys())
             if not common or method == task.settings["baseline"]:
                 continue
-            for key in COMPARED:
+            for key in COMPARED[: 2 + 2 * ("corrupt" in task.settings["evaluation"])]:
                 each = np.stack([other[seed][key] - base[seed][key] for seed in common])  # (seeds, images)
                 found.append({"task": task.name, "size": size, "method": method, "metric": key} | bootstrap(each))
     return found
@@ -58,12 +80,24 @@ def per_seed(folder: Path, method: str) -> dict[int, dict[str, np.ndarray]]:
     """Seed -> measure -> (N,) one value per image."""
     found = {}
     for path in folder.glob(f"{method}-seed*.npz"):
+        _, correct = read_kept(path)
         with np.load(path, allow_pickle=False) as kept:
             nll = kept["clean/nll"].astype(np.float64)
-            correct = np.unpackbits(kept["clean/correct"])[: len(nll)].astype(np.float64)
-            damaged = {f"corrupt/{n}": kept[f"corrupted/{n}"].astype(np.float64).mean(0) for n in ("accuracy", "nll")}
+            there = [name for name in ("accuracy", "nll") if f"corrupted/{name}" in kept]
+            damaged = {f"corrupt/{name}": kept[f"corrupted/{name}"].astype(np.float64).mean(0) for name in there}
             found[int(path.stem.rpartition("-seed")[2])] = {"accuracy": correct, "nll": nll, **damaged}
     return found
+
+
+def read_kept(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) confidence of each clean image's answer, and whether it is right, of a kept run."""
+    with np.load(path, allow_pickle=False) as kept:
+        confidence = kept["clean/confidence"].astype(np.float64)
+        return confidence, np.unpackbits(kept["clean/correct"])[: len(confidence)].astype(np.float64)
+
+
+def figure_of(task: str) -> Path:
+    return PAGE.parents[1] / "figures" / f"papers-{task}.png"
 
 
 def bootstrap(differences: np.ndarray) -> Row:
@@ -87,37 +121,57 @@ def bootstrap(differences: np.ndarray) -> Row:
 def pages() -> Iterator[tuple[Path, str, str]]:
     rows, compared = (read_rows(RESULTS / name) for name in ("papers.csv", "pairs.csv"))
     for name in TASKS:
-        yield PAGE, name, page(load_task(name), rows, compared)
+        yield PAGE, name, page(load(name), rows, compared)
 
 
 def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
-    """The table of a task's size, and a line about how it was made."""
+    """The table of a task's size, published numbers beside ours, and what it says, how it was made and what was not run."""
     theirs = published_numbers(task.settings["reference"])
     mine = [row for row in rows if (row["task"], row["size"]) == (task.name, task.size)]
     compared = [row for row in compared if (row["task"], row["size"]) == (task.name, task.size)]
-    keys = [key for key in COLUMNS if any(key in row for row in theirs.values())]
-    judged = [key for key in JUDGED if key in keys]
-    lines = []
+    keys = [key for key in COLUMNS if shows(key, theirs, mine)]
+    judged = [key for key in JUDGED if key in keys] or list(CLEAN)
+    theory = any(row.get("theory") for row in mine)
+    lines, verdicts = [], []
     for method in task.methods:
-        if not (runs := [row for row in mine if row["method"] == method]):
+        runs, numbers = [row for row in mine if row["method"] == method], theirs.get(method, {})
+        if not runs:
             continue
-        numbers = theirs.get(method, {})
-        cells = [number_cell(key, [float(row[key]) for row in runs], numbers.get(key)) for key in keys]
+        cells = [number_cell(key, [float(row[key]) for row in runs if row.get(key)], numbers.get(key)) for key in keys]
         minutes = f"{summary(float(row['seconds']) / 60 for row in runs)[0]:.1f}"
+        cells += [", ".join(dict.fromkeys(row.get("theory") or "–" for row in runs)) or "–"] * theory
         own = {row["metric"]: row for row in compared if row["method"] == method}
-        says = "; ".join(
-            f"{COLUMNS[key][0].split(',')[0]} {judge(key, own[key], task, method)}" for key in judged if own
-        )
+        found = [(COLUMNS[key][0].split(",")[0], *judge(key, own[key], task, method)) for key in judged if key in own]
+        verdicts += [each for _, _, each in found if each]
+        says = "; ".join(f"{name} {text}" for name, text, _ in found)
         lines.append([method, str(len(runs)), *cells, minutes, says])
-    header = ["method", "seeds", *(COLUMNS[key][0] for key in keys), "minutes", f"against {task.settings['baseline']}"]
+    titles = [COLUMNS[key][0] for key in keys] + ["theory: members"] * theory
+    table = markdown(["method", "seeds", *titles, "minutes", f"against {task.settings['baseline']}"], lines)
+    table = re.sub(r" ?\| ?", "|", table)  # a bar between spaces would count as a word of the page
+    return "\n\n".join([*([table] if lines else []), *remarks(task, rows, mine, verdicts)])
+
+
+def remarks(task: Task, rows: list[Row], mine: list[Row], verdicts: list[str]) -> list[str]:
+    """What stands below a table."""
+    chosen = [f"Chosen on the held-out images: {found}."] if (found := chosen_method(task, mine)) else []
+    counts = [f"{verdicts.count(each)} {each}" for each in VERDICTS if each in verdicts]
+    said = [f"Of the published differences: {', '.join(counts)}."] * bool(counts)
+    made = f"{task.settings['reference']['source']}."
+    if mine:
+        spent = sum(float(row["seconds"]) for row in mine) / 60
+        command_line, origins = command(task), origins_of(mine)
+        made = f"*Ours/published. {made} `{command_line}`; {origins}; {spent:.0f} min of a GPU.*"
     left = [method for method in task.methods if not any(row["method"] == method for row in mine)]
-    made = f"*Ours, mean over seeds (published). {task.settings['reference']['source']}."
-    spent = sum(float(row["seconds"]) for row in mine) / 60
-    made += f" `{command(task, task.methods)}`{f'; {origins_of(mine)}; {spent:.0f} min of a GPU' if mine else ''}.*"
-    if chosen := chosen_method(task, mine):
-        made = f"Chosen on the held-out images: {chosen}.\n\n{made}"
-    asked = f"\n\nNot run: `{command(task, left)}`; {expected_minutes(left, rows)} min of a GPU" if left else ""
-    return f"{markdown(header, lines)}\n\n{made}{asked}" if lines else f"{task.settings['reference']['source']}.{asked}"
+    how = "the same command continues" if mine else f"`{command(task)}`"
+    ask = f"Not run{published_text(task, left)}: {how}; {expected_minutes(task, left, rows)} min of a GPU."
+    figure = f"![{task.title}](../figures/{figure_of(task.name).name})"
+    return [*chosen, *said, *([figure] if figure_of(task.name).is_file() else []), made, *([ask] if left else [])]
+
+
+def shows(key: str, theirs: Mapping[str, Mapping[str, PublishedNumber]], mine: list[Row]) -> bool:
+    """Whether a measure has a column: one that is published, and clean or foreign images wherever they were measured."""
+    measured = "severity" not in key and any(row.get(key) for row in mine)
+    return measured or any(key in row for row in theirs.values())
 
 
 def chosen_method(task: Task, rows: list[Row]) -> str | None:
@@ -131,26 +185,54 @@ def chosen_method(task: Task, rows: list[Row]) -> str | None:
     return max(means, key=means.__getitem__) if len(means) == len(others) else None
 
 
-def command(task: Task, methods: list[str]) -> str:
-    chosen = "" if methods == task.methods else f" --methods {' '.join(methods)}"
-    return f"python benchmarks/papers.py --task {task.name} --size {task.size}{chosen} --seeds 0 1 2 --data DIR"
+def command(task: Task) -> str:
+    return f"python benchmarks/papers.py --task {file_of(task)} --size {task.size} --seeds 0 1 2 --data DIR"
 
 
-def expected_minutes(methods: list[str], rows: list[Row]) -> str:
-    """About how long three seeds of each take: what its runs on other data took, or runs of all methods if there are none."""
+def file_of(task: Task) -> str:
+    """A shipped task's name; of another one its path from the repository's root."""
+    return task.name if task.folder is None else f"benchmarks/{task.name}.toml"
+
+
+def load(name: str, size: str = "short") -> Task:
+    """A shipped task, or one of this folder."""
+    own = Path(__file__).parent / f"{name}.toml"
+    return load_task(str(own) if own.is_file() else name, size=size)
+
+
+def published_text(task: Task, methods: list[str]) -> str:
+    """ " (published accuracy/cA): map, lit 81.9/54.4": methods that were not run."""
+    theirs = published_numbers(task.settings["reference"])
+    known = [key for key in ("accuracy", "nll", *JUDGED) if any(key in theirs.get(method, {}) for method in methods)]
+    keys = list(dict.fromkeys([known[0], known[-2 if len(known) > 3 else -1]])) if known else []
+    numbers = {each: "/".join(published_cell(key, theirs[each]) for key in keys) for each in methods if each in theirs}
+    shown = [f"{method} {numbers.get(method, '')}".strip() for method in methods]
+    heading = f" (published {'/'.join(COLUMNS[key][0].split(',')[0] for key in keys)})" * bool(keys)
+    return f"{heading}: {', '.join(shown)}"
+
+
+def published_cell(key: str, numbers: Mapping[str, PublishedNumber]) -> str:
+    _, factor, digits, _ = COLUMNS[key]
+    return f"{factor * numbers[key].value:.{digits}f}" if key in numbers else "–"
+
+
+def expected_minutes(task: Task, methods: list[str], rows: list[Row]) -> str:
+    """About how long three seeds of each take: as its runs, or others of the task or of that method, or a guess."""
     times = {row["method"]: float(row["seconds"]) / 60 for row in rows if row["size"] == "short"}
-    usual = summary(times.values())[0]
-    return f"about {3 * sum(times.get(method, usual) for method in methods):.0f}"
+    of_task = [float(row["seconds"]) / 60 for row in rows if (row["task"], row["size"]) == (task.name, task.size)]
+    usual = summary(of_task)[0] if of_task else TASKS.get(task.name, 5.0)
+    forde = task.name.startswith("cifar") and task.name.endswith(("forde", "alpha"))  # the same networks and epochs
+    return f"about {3 * sum(times.get(method, usual) if forde else usual for method in methods):.0f}"
 
 
 def number_cell(key: str, values: list[float], number: PublishedNumber | None) -> str:
     _, factor, digits, _ = COLUMNS[key]
-    ours = f"{factor * summary(values)[0]:.{digits}f}"
-    return ours if number is None else f"{ours} ({factor * number.value:.{digits}f})"
+    ours = f"{factor * summary(values)[0]:.{digits}f}" if values else "–"
+    return ours if number is None else f"{ours}/{factor * number.value:.{digits}f}"
 
 
-def judge(key: str, row: Row, task: Task, method: str) -> str:
-    """Our difference with its interval, the published one and the verdict."""
+def judge(key: str, row: Row, task: Task, method: str) -> tuple[str, str]:
+    """Our difference with its interval, the published one and the verdict; the verdict alone, "" if none is published."""
     _, factor, digits, rounding = COLUMNS[key]
     theirs = published_numbers(task.settings["reference"])
     base = str(task.settings["baseline"])
@@ -158,12 +240,12 @@ def judge(key: str, row: Row, task: Task, method: str) -> str:
     digits += 1
     text = f"{factor * ours:+.{digits}f} ({factor * low:+.{digits}f} to {factor * high:+.{digits}f}"
     seeds, above = round(float(row["seeds"])), int(row["above"])
-    several = f"; {above if ours > 0 else seeds - above} of {seeds} seeds {'above' if ours > 0 else 'below'} 0"
-    text += f"{several * (seeds > 1)})"
+    text += f"; {above if ours > 0 else seeds - above}/{seeds} seeds)" if seeds > 1 else ")"
     if key not in theirs.get(method, {}) or key not in theirs.get(base, {}):
-        return text
+        return text, ""
     wanted = theirs[method][key].value - theirs[base][key].value
-    return f"{text}, published {factor * wanted:+.{digits}f}: {verdict(wanted, ours, low, high, rounding)}"
+    found = verdict(wanted, ours, low, high, rounding)
+    return f"{text}, published {factor * wanted:+.{digits}f}: {found}", found
 
 
 def verdict(wanted: float, ours: float, low: float, high: float, rounding: float) -> str:

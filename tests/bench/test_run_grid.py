@@ -229,7 +229,7 @@ def test_a_run_that_cannot_end_in_time_is_stopped(papers, tmp_path, monkeypatch)
     folder = tmp_path / "cifar100-forde-short" / "map-seed0"
     folder.mkdir(parents=True)
     assert portion.needs(("map", 0)) is None
-    (folder / "log.jsonl").write_text("".join(json.dumps({"seconds": 10.0}) + "\n" for _ in range(4)))
+    (folder / "log.jsonl").write_text("".join(json.dumps({"epoch": i + 1, "seconds": 10.0}) + "\n" for i in range(4)))
     assert portion.needs(("map", 0)) == 36 * 10.0 + papers.EVALUATION
     portion.found[("map", 0)] = 2  # epochs of an earlier portion, which may have run beside others
     assert portion.needs(("map", 0)) is None
@@ -284,9 +284,13 @@ def test_a_page_shows_what_was_run_and_the_command_of_the_rest(papers):
     pairs = [base | ours | {"method": "forde-pca", "metric": "corrupt/accuracy"}]
     pairs += [base | ours | {"method": "forde-pca", "metric": "corrupt/nll"}]
     text = papers.papers_page.page(task, rows, pairs)
-    line = next(line for line in text.splitlines() if line.startswith("| forde-pca"))
-    assert "50.0 (56.1)" in line
+    line = next(line for line in text.splitlines() if line.startswith("|forde-pca|"))
+    assert "|50.0/56.1|" in line
     assert "cA +1.10 (+0.80 to +1.40), published +1.80: agrees" in line
     assert "cNLL +0.011" in line
-    assert line.endswith("does not come out |")
-    assert "--methods map weight_rde function_rde feature_rde lit forde forde-tuned --seeds" in text
+    assert line.endswith("does not come out|")
+    assert "Not run (published accuracy/cA): map, weight_rde 81.7/54.2, function_rde 80.1/51.9" in text
+    assert "Of the published differences: 1 agrees, 1 does not come out." in text
+    nothing = papers.papers_page.page(task, [], [])
+    assert f"`{papers.papers_page.command(task)}`" in nothing
+    assert "|" not in nothing

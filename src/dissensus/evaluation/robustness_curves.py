@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,12 +47,15 @@ class Corruptions:
         seed: seed of the random corruptions; image i gets the same noise in every batch.
         standardiser: corruptions act on pixels, uint8 or in [0, 1]. If the loader gives standardised images, pass their
             standardiser: images are converted back to pixels, corrupted and standardised again.
+        files: a folder of the published CIFAR-10-C or CIFAR-100-C, whose images are used instead. The loader must give all
+            test images in their original order, in floating point.
     """
 
     names: str | Sequence[str] = "all"
     severities: Sequence[int] = (1, 2, 3, 4, 5)
     seed: int = 0
     standardiser: Standardiser | None = None
+    files: Path | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.names, str) and self.names not in ("all", "benchmark"):
@@ -72,6 +76,9 @@ class Corruptions:
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
         """Corrupts images x (B, C, H, W) of the loader, in their units; index: (B,) their positions, which seed the noise."""
+        if self.files is not None:
+            x = corruptions.read_cifar_c(self.files, name, severity)[0][index.cpu()].to(x.device).to(x.dtype) / 255
+            return x if self.standardiser is None else self.standardiser(x)
         if self.standardiser is None:
             return corruptions.corrupt(x, name, severity, seed=self.seed, index=index)
         pixels = self.standardiser.inverse(x)
@@ -157,6 +164,8 @@ def corrupted_counts(
             tell(seen)
     if not seen:
         raise ValueError("expected images to corrupt, got no batch; pass a loader that can be iterated more than once")
+    if spec.files is not None and seen != (wanted := len(corruptions.read_cifar_c(spec.files, types[0], 1)[1])):
+        raise ValueError(f"expected all {wanted:,} test images of {spec.files}, got {seen}; pass them in their order")
     nll, counts, confidence, correct = _split_sums(table)
     clean_nll, *bins = _split_sums(clean)
     total = bins[0].sum()

@@ -28,7 +28,8 @@ from dissensus.metrics.ranking import RankedCounts, ranked_counts
 
 MOST_CLASSES = 256  # of a confusion matrix, whose memory grows with their square
 NUMBERS = 2**22  # of tokens' log-probabilities at once, where classes are more
-RANKING = ("auroc", "aupr", "fpr95", "fpr95_in")
+RANKING = ("auroc", "aupr", "fpr95", "fpr95_in")  # pooled, too
+OF_IMAGES = (*RANKING, "fpr95_nearest")  # the last by the rule of published tables
 
 
 @dataclass
@@ -185,14 +186,14 @@ class PixelRanking:
     """How well one score separates OOD pixels from others: within each image, and over all images, binned."""
 
     histogram: ScoreHistogram
-    images: list[list[float]] = field(default_factory=list)  # in the order of RANKING
+    images: list[list[float]] = field(default_factory=list)  # in the order of OF_IMAGES
 
     def update(self, score_in: Tensor, score_ood: Tensor) -> None:
         """Adds the pixels of one image. Without OOD pixels, or with nothing else, the image has no ranking."""
         self.histogram = self.histogram.update(score_in, score_ood)
         if len(score_in) and len(score_ood):
             counts: RankedCounts = ranked_counts(score_in, score_ood)[1]
-            each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swap_classes().fpr()
+            each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swap_classes().fpr(), counts.fpr(rule="nearest")
             self.images.append(torch.stack(each).tolist())
 
     def merge(self, other: "PixelRanking") -> "PixelRanking":
@@ -202,7 +203,7 @@ class PixelRanking:
     def numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """For every metric: (mean over images and pooled_… number, values (n,) of the images with a ranking)."""
         columns = zip(*self.images, strict=True)
-        values = {name: torch.tensor(c, dtype=torch.float64) for name, c in zip(RANKING, columns, strict=True)}
+        values = {name: torch.tensor(c, dtype=torch.float64) for name, c in zip(OF_IMAGES, columns, strict=True)}
         found = {name: float(value.mean()) for name, value in values.items()}
         return found | {f"pooled_{name}": float(getattr(self.histogram, name)().value) for name in RANKING}, values
 

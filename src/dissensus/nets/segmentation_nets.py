@@ -47,9 +47,9 @@ class PSPNet(nn.Module):
 class ENet(nn.Module):
     """ENet for segmentation of images of any size: (B, C, H, W) -> (B, outputs, H, W).
 
-    Stages and blocks as in the paper: PReLU in the encoder, ReLU in the decoder, biases only in the last layer. Unlike the
-    authors' code, a block that changes the size works on a quarter of its input's channels (theirs: of its output's), the
-    decoder has dropout, and the last layer is 3×3 (theirs: 2×2). An odd side is rounded up when it is halved; the decoder
+    Stages and blocks as in the paper: PReLU in the encoder, ReLU in the decoder, biases only in the last layer. As in the
+    authors' code a block works on a quarter of its output's channels; unlike there, the decoder has dropout, and the last
+    layer is 3×3 (theirs: 2×2). An odd side is rounded up when it is halved; the decoder
     restores the earlier size, and unpools with `scatter`, which runs under vmap; torch's `max_unpool2d` does not.
 
     Args:
@@ -131,7 +131,7 @@ class DownBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
-        inner = inputs // 4
+        inner = outputs // 4
         self.branch = nn.Sequential(
             *norm_block(nn.Conv2d(inputs, inner, 2, stride=2, bias=False), inner, nn.PReLU),
             *norm_block(nn.Conv2d(inner, inner, 3, padding=1, bias=False), inner, nn.PReLU),
@@ -153,7 +153,7 @@ class UpBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
-        inner = inputs // 4
+        inner = outputs // 4
         self.shortcut = projection(inputs, outputs)
         self.reduce = nn.Sequential(*norm_block(nn.Conv2d(inputs, inner, 1, bias=False), inner, nn.ReLU))
         self.grow = nn.ConvTranspose2d(inner, inner, 3, stride=2, padding=1, bias=False)

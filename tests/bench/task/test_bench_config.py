@@ -33,6 +33,12 @@ def test_every_shipped_task_resolves_at_every_size(name):
         assert "training" not in config.settings
 
 
+def test_a_method_with_another_kind_of_network_takes_none_of_the_tasks_settings_for_its_own():
+    task = load_task("cifar100-reliability")
+    assert run_config(task, "map-resnet110", 0).network == {"name": "ResNet", "depth": 110}
+    assert run_config(task, "map-lenet", 0).network == {"name": "LeNet"}
+
+
 def test_a_value_of_seed_in_the_data_is_the_seed_of_the_run():
     task = load_task("moons", overrides=["data.seed=seed"])
     assert [run_config(task, "map", seed).data["seed"] for seed in (0, 3)] == [0, 3]

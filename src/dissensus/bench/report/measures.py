@@ -173,6 +173,7 @@ def _ood_measures(evaluation: Evaluation, name: str) -> list[Measure]:
         Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
     ]
     if evaluation.kind == "segmentation":  # means over images
+        found.insert(-1, Measure(f"ood/{name}/fpr95_nearest", "FPR at nearest 95 % TPR", told, "low", 100, 1, "%"))
         return [replace(m, samples=((m.key,),), statistic=weighted_mean) for m in found]
     return found
 

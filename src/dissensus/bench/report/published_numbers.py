@@ -21,7 +21,7 @@ from dissensus.bench.report.results import Results, all_have_metric, mean_over_s
 from dissensus.bench.report.tables import Cell, Table, measure_row, method_table, p_text
 
 HIGHER = ("accuracy", "auroc", "aupr", "aupr_in", "aupr_adjusted", "miou")
-PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
+PERCENT = (*HIGHER, "fpr95", "fpr95_in", "fpr95_nearest", "ece", "ece_union")
 
 
 class PublishedNumber(NamedTuple):

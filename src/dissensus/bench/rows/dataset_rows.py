@@ -18,7 +18,10 @@ Root = str | Path | None
 
 
 class TaskRows(NamedTuple):
-    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,), masks (N, H, W) uint8 or values (N, 1)."""
+    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,), masks (N, H, W) uint8 or values (N, 1).
+
+    Images may be an object that stands for them: x[rows] has those rows, x.read() is their tensor, made batch by batch.
+    """
 
     x: Tensor
     y: Tensor
@@ -89,10 +92,12 @@ class _ImagePreparation:
 
     joint = True  # takes inputs and targets
 
-    def __init__(self, standardiser: Standardiser, augment: Callable[..., Any] | None) -> None:
-        self.standardiser, self.augment = standardiser, augment or AUGMENTATIONS["none"]()
+    def __init__(self, standardiser: Standardiser, augment: Callable[..., Any] | None, files: Any = None) -> None:
+        self.standardiser, self.augment, self.files = standardiser, augment or AUGMENTATIONS["none"](), files
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self.files is not None:  # x are rows
+            x = self.files[x].read().to(y.device)
         if getattr(self.augment, "joint", False):
             x, y = self.augment(self.standardiser(x), y)  # it interpolates, so inputs must be floating point
             return x, y.long()
@@ -112,8 +117,10 @@ def standardised_batches(
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
     if rows.x.ndim == 4:
-        prepare = _ImagePreparation(standardiser, augment)
-        seen = Batches(rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=prepare)
+        files = None if isinstance(rows.x, Tensor) else rows.x
+        x = rows.x if files is None else torch.arange(len(y), device=y.device)
+        prepare = _ImagePreparation(standardiser, augment, files)
+        seen = Batches(x, y, batch_size=batch_size, shuffle=shuffle, augment=prepare)
     else:  # rows are standardised once, in their precision
         seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
     return seen

@@ -78,6 +78,8 @@ class RowConverter:
 
     def _labels(self, y: Any, what: str) -> Tensor:
         values = as_array(y)
+        if values.dtype.kind == "f" and values.shape == (len(values), len(self.classes)) and self.levels is None:
+            return torch.from_numpy(values)  # soft labels
         if values.shape == (len(values), 1):
             values = values[:, 0]
         if values.ndim != 1 or values.dtype.kind == "f":
@@ -95,6 +97,8 @@ class RowConverter:
 
 def _inputs(x: Any, what: str) -> Tensor:
     """Images (N, C, H, W) uint8, or numbers (N, …); floating numbers keep their precision, others become float64."""
+    if hasattr(x, "read"):  # images that are read batch by batch
+        return x  # type: ignore[no-any-return]
     values = as_array(x)
     if values.dtype == np.uint8 and values.ndim in (3, 4):
         return torch.from_numpy(pixels(values, what))

@@ -3,7 +3,7 @@
 Splits of a segmentation store metrics, means per image and a few maps instead of pixels.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.bench.rows.dataset_rows import TaskRows
+from dissensus.bench.rows.dataset_rows import TaskRows, find_file
 from dissensus.bench.rows.named_sets import GEOMETRIES, UNKNOWN, Geometry, task_set
 from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run.run_folder import write_attacked, write_counts, write_predictions
@@ -192,13 +192,22 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
 
 
 def split_writer(
-    split: str, config: RunConfig, data: TaskData, functions: FixedDraw, loader: Loader, tell: Callable[[str], object]
+    split: str,
+    config: RunConfig,
+    data: TaskData,
+    functions: FixedDraw,
+    loader: Loader,
+    tell: Callable[[str], object],
+    folders: Sequence[Path] = (),
 ) -> Callable[[Path], None]:
     """Runs the functions on one split now; returns a function that writes their predictions to a file."""
     spec = corruptions(config, split) if split in (CORRUPT, CHOOSE) else None
     if spec is not None:
         rows = data.test if split == CORRUPT else data.validation
-        rows = rows.sample(config.evaluation.get("corrupt_rows"), seed=0)
+        if split == CORRUPT and (place := config.evaluation.get("corrupt_files")):
+            spec = replace(spec, files=find_file(place, folders, "evaluation.corrupt_files = "))
+        else:
+            rows = rows.sample(config.evaluation.get("corrupt_rows"), seed=0)
         about = f"{len(spec.types)} corruptions × {len(spec.severities)} severities of {len(rows.y)} inputs"
         tell(about)
         spec = replace(spec, standardiser=data.standardiser)

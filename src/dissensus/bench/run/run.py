@@ -346,7 +346,9 @@ class Run:
         posterior.mesh = torchrun_ranks.mesh() if self.is_shared else None
         with self._threads(), draw_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
-                write = prediction_splits.split_writer(split, self.config, self.data, functions, self.loader, tell)
+                write = prediction_splits.split_writer(
+                    split, self.config, self.data, functions, self.loader, tell, self.folders
+                )
                 if self.is_writer:
                     write(path)
         self.wait_until_written()

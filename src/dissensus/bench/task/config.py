@@ -152,7 +152,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     own = tables["method"].get(method, {})
     settings = merge_settings(tables["method"].get(objects.base_name(method), {}), own)
     training = merge_settings(tables["training"], settings.pop("training", {}))
-    network = merge_settings(tables["network"], settings.pop("network", {}))
+    network = merge_settings({"network": tables["network"]}, {"network": settings.pop("network", {})})["network"]
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])

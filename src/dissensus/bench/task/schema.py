@@ -117,6 +117,7 @@ class Evaluation(TypedDict, total=False):
     corrupt: Names  # none, all, benchmark, or names
     severities: list[Any] | int  # of corruptions, 1 to 5
     corrupt_rows: Whole  # most test rows to corrupt
+    corrupt_files: str  # folder of published corrupted images, such as CIFAR-10-C, that take the place of ours
     attack: Names  # none, or fgsm, pgd, transfer
     epsilons: list[Any]  # radii of attacks, in pixels' range of 1 or in the units of the inputs, ascending
     attack_norm: Any  # "inf" or "2"; inf and 2 are read as those
