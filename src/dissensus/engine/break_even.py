@@ -170,5 +170,5 @@ class BreakEven:
         return launched, perf_counter() - self.start
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":  # only for this stream: another thread may be capturing
+            torch.cuda.current_stream(self.device).synchronize()
