@@ -329,10 +329,12 @@ class Laplace(SamplingPosterior):
                 last_layers.add_batch_curvature(sums, network, likelihood, layers, batch)
         if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
+        times = (data_size or seen) / seen
         for one in (one for _, sums in gathered for one in sums):
-            torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], (data_size or seen) / seen)
+            torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], times)
+        share = min(1.0, 1.0 / times)
         curvatures = [
-            Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer))
+            Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer), read_share=share)
             for (network, _), (layers, sums) in zip(members, gathered, strict=True)
             for layer, one in zip(layers, sums, strict=True)
         ]
@@ -365,9 +367,7 @@ class Laplace(SamplingPosterior):
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         fitted = config["fitted"]
-        plain = {key: value for key, value in config.items() if key not in ("fitted", "layer")}
-        if "layer" in config:  # files of earlier versions, of one layer
-            fitted, plain["layers"] = None if fitted is None else [fitted], config["layer"]
+        plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         if fitted is not None:
             each = ((posterior._layer_at(n).mean.shape, n) for n in fitted * posterior.particles.members)
