@@ -7,6 +7,7 @@ so that one rename replaces a saved posterior; config.json is a copy for people 
 import copy
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -275,8 +276,9 @@ def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 
 def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
-    """The config entries of inputs and classes: the arguments, else the posterior's own."""
-    found: dict[str, Any] = {}
+    """The config entries of inputs, their largest value and classes: the arguments, else the posterior's own."""
+    largest = posterior._known.largest
+    found: dict[str, Any] = {"largest_input": largest} if math.isfinite(largest) else {}
     if (given := posterior.inputs if inputs is None else inputs) is not None:
         transform = as_input_transform(given)
         found["inputs"] = {"kind": transform.kind, "arguments": transform.config()}
@@ -286,7 +288,8 @@ def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str
 
 
 def restore_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
-    """Restores the saved inputs and classes."""
+    """Restores what `describe_transforms` saved."""
+    posterior._known.largest = float(config.get("largest_input", -math.inf))
     if (saved := config.get("inputs")) is not None:
         kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
         posterior.inputs = kind(**saved["arguments"])

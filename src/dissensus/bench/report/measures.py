@@ -62,6 +62,7 @@ def number_text(value: float, half: float | None = None, digits: int = 2, *, sig
         digits = 0
     elif 1e-8 < abs(value) < 0.5 * 10**-digits:
         digits = -floor(log10(abs(value)))
+    value = round(value, digits) + 0.0  # no "−0.000"
     return f"{value:{'+' * (signed and value != 0)},.{digits}f}".replace("-", "−")
 
 
