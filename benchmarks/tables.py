@@ -452,7 +452,7 @@ def measurements() -> Iterator[tuple[str, str, str]]:
         [{"rows": "50000", **row} for row in rows("laplace_cifar10.csv")], ("program", "case", "rows"), LAPLACE_MEANS
     )
     found = [row for row in found if "prior 1" not in row["case"] and row["case"] != "covariance=joint, structure=kron"]
-    command = "python benchmarks/laplace_cifar10.py --data FOLDER --weights resnet20.npz --seeds 1 --csv FILE"
+    command = "python benchmarks/laplace_cifar10.py --data FOLDER --weights resnet20.npz --seeds 5 --csv FILE"
     table = measured.measured(found, measured.LAPLACE, command, "means over seeds; all cases in `laplace_cifar10.csv`")
     yield "results/pretrained.md", "laplace-cifar10", table
     found, command = (

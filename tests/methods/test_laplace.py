@@ -112,11 +112,13 @@ def test_a_weight_of_two_is_the_example_twice(structure):
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("weight", [(), (torch.tensor([1.0, 0.0, 2.0, 1.0] * 3),)])
 def test_part_of_the_data_counts_as_all_of_them_but_is_evidence_once(structure, weight):
-    """Of 36 examples, each of twelve three times, the twelve are a part: sums are three times theirs, the evidence is theirs."""
+    """Of 36 examples, each of twelve three times, the twelve are a part: three times their sums, once their evidence."""
     (x, y), network = tiny.points(), tiny.mlp().double().eval()
 
     def fit(loader, data_size=None, known=None):
-        return Laplace(network, structure=structure, samples=2, data_size=known).fit_posthoc(loader, data_size=data_size)
+        return Laplace(network, structure=structure, samples=2, data_size=known).fit_posthoc(
+            loader, data_size=data_size
+        )
 
     once, thrice = fit([(x, y, *weight)]), fit([(x, y, *weight)] * 3)
     parts = [(x[:5], y[:5], *(w[:5] for w in weight)), (x[5:], y[5:], *(w[5:] for w in weight))]
@@ -127,7 +129,9 @@ def test_part_of_the_data_counts_as_all_of_them_but_is_evidence_once(structure, 
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     thrice.use_prior_precision(once.precision)
     torch.testing.assert_close(fit(parts, 36).variance, thrice.variance)
-    assert fit(parts, 36).log_marginal_likelihood(2.0) == pytest.approx(float(once.log_marginal_likelihood(2.0)), rel=1e-9)
+    assert fit(parts, 36).log_marginal_likelihood(2.0) == pytest.approx(
+        float(once.log_marginal_likelihood(2.0)), rel=1e-9
+    )
 
 
 def memorised():

@@ -103,7 +103,7 @@ class PixelSums:
         return PixelSums(*joined)
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
-        """accuracy, nll, brier, calibration errors, aurc, and of at most 256 classes miou and iou/CLASS, over all labelled pixels."""
+        """accuracy, nll, brier, calibration errors, aurc, miou and iou/CLASS of at most 256 classes, over labelled pixels."""
         if not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
         found = self.confusion

@@ -189,7 +189,7 @@ class RiskHistogram(NamedTuple):
         return (lost + (lost_before - lost / taken * before) * rise).sum() / taken.sum()
 
     def adaptive_ece(self, *, bins: int = 15) -> Tensor:
-        """() `adaptive_ece` of scores −log max p, each moved to the middle of its bin, by less than 0.001 |score|."""
+        """() `adaptive_ece` of scores −log max p, each moved to the middle of its bin, by at most 0.001 |score|."""
         return adaptive_ece_from_sums(*self._confidence_groups(), bins)
 
     def smooth_ece(self) -> Tensor:
@@ -202,9 +202,8 @@ class RiskHistogram(NamedTuple):
         counts, errors = (each.flip(0) for each in _nonempty_state(self))
         used = (counts > 0).nonzero()[:, 0]
         width = 2**32 // len(counts)  # in bit patterns; those of scores of at least 0 are in the upper half of the bins
-        middle = (len(counts) - 1 - used) * width + width // 2 - 2**31
-        score = middle.clamp(min=0).int().view(torch.float32).double()
-        return (-score).exp(), counts[used], (counts - errors)[used].double()
+        middle = ((len(counts) - 1 - used) * width + width // 2 - 2**31).clamp(min=0).int()
+        return (-middle.view(torch.float32).double()).exp(), counts[used], (counts - errors)[used].double()
 
 
 def _aupr(counts: RankedCounts) -> Bounded:

@@ -63,9 +63,8 @@ def save(
 ) -> None:
     """Saves a posterior to a folder, as posterior.safetensors and config.json.
 
-    Both files are written under temporary names and then renamed. The first holds everything that `load` reads, so saving
-    over a folder never leaves a mix of old and new; the second is a readable copy of its config. Neither contains code or a
-    pickle. Save the watchers of a run one by one, each as its own posterior. On a mesh, only the first process writes.
+    Files are written under temporary names and then renamed; `load` reads only the first, so saving over a folder never leaves
+    a mix. Neither contains code or a pickle. Save the watchers of a run one by one. On a mesh, only the first process writes.
 
     Args:
         posterior: any posterior.

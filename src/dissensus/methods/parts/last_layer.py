@@ -340,13 +340,13 @@ class Curvature(nn.Module):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int, read_share: float = 1.0) -> Self:
-        """The curvature from these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
+    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int, times: float = 1.0) -> Self:
+        """The curvature of `times` these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
         values, vectors = zip(*map(eigendecompose, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
         eigenvalues = torch.outer(*values) / gathered.weight.clamp(min=1e-300) if kron else values[0]
-        found = cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
-        found.read_share.fill_(read_share)
+        found = cls(_buffers_of(mean, times * eigenvalues, vectors, times * gathered.log_likelihood, layer))
+        found.read_share.fill_(min(1.0, 1.0 / times))
         return found
 
     @classmethod
@@ -403,9 +403,8 @@ class Curvature(nn.Module):
 def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
     found = {"mean": mean, "eigenvalues": values, **dict(zip(names, vectors, strict=True))}
-    found |= {"log_likelihood": log_likelihood}
     found |= {key: torch.ones_like(log_likelihood) for key in ("precision", "read_share")}
-    return found | {"layer": torch.tensor(layer, device=mean.device)}
+    return found | {"log_likelihood": log_likelihood, "layer": torch.tensor(layer, device=mean.device)}
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:
