@@ -60,15 +60,15 @@ class StackedLinear:
         changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
         for layer, forward in changed:
             vars(layer)["forward"] = forward  # avoids nn.Module.__setattr__, which is slow
-        for layer in self.modulated:
-            vars(layer)["members_at_once"] = True
+        for each in self.modulated:
+            vars(each)["members_at_once"] = True
         try:
             yield
         finally:
             for layer, _ in changed:
                 del vars(layer)["forward"]
-            for layer in self.modulated:
-                vars(layer)["members_at_once"] = False
+            for each in self.modulated:
+                vars(each)["members_at_once"] = False
 
 
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:

@@ -130,8 +130,7 @@ def fit(
         plan.set_rates(epochs - len(history))
         run = _Run(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
-        place = f"at epoch {len(history) + 1}" if len(history) < epochs else "after the last epoch"
-        bar.note(f"resumed {place} of {epochs}" if resumes else "")
+        bar.note(_resume_note(len(history), epochs) if resumes else "")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
             for index in choice.remaining_epochs(len(history) + 1):
                 epoch = run.train_epoch(index, bar, interruptions)
@@ -307,6 +306,10 @@ def _store_draw(posterior: Posterior, loader: Loader) -> float:
     start = time.perf_counter()
     refresh(posterior, loader)
     return time.perf_counter() - start
+
+
+def _resume_note(done: int, epochs: int) -> str:
+    return f"resumed {f'at epoch {done + 1}' if done < epochs else 'after the last epoch'} of {epochs}"
 
 
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:

@@ -153,7 +153,9 @@ def _environment(*, autoescape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "slug": report_figures.slug}
+    environment.filters |= {"cell": _markdown, "grid_csv": grid_csv, "slug": report_figures.slug}
+    signs = "|".join(map(re.escape, LATEX))  # escaped, so that a text contains no command
+    environment.filters["tex"] = lambda text: re.sub(signs, lambda sign: LATEX[sign[0]], " ".join(str(text).split()))
     environment.filters["svg"] = lambda *drawn: report_figures.svg(*drawn)
     uri = "data:text/{};base64,{}"  # for download
     environment.filters["as_link"] = lambda text, kind: uri.format(kind, base64.b64encode(text.encode()).decode())
@@ -190,8 +192,3 @@ LATEX = {
     **{mark: rf"\textsuperscript{{{digit}}}" for digit, mark in zip("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹", strict=True)},
     **{each: f"\\{each}" for each in "&%$#_{}"},
 }  # fmt: skip
-
-
-def _latex(text: object) -> str:
-    """Escapes text for LaTeX, so that it contains no command."""
-    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], " ".join(str(text).split()))
