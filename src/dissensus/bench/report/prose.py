@@ -34,7 +34,7 @@ def _focus_sentences(results: Results) -> list[str]:
     for key in region_keys(several[0]):
         region, quantity = region_words(key)
         where, mean = f"{region[0].upper()}{region[1:]}", f"{mean_over_seeds(key, several):.4g}"
-        smaller = _methods_by_seeds(results, focus, others, key, lambda a, b, key=key: a.metrics[key] > b.metrics[key])
+        smaller = _methods_by_seeds(results, focus, others, key, lambda a, b: a.metrics[key] > b.metrics[key])  # noqa: B023
         said.append(f"{where}, {focus} has a mean {quantity} of {mean}: larger than that {smaller}.")
     baseline = results.baseline
     off = "region/off_data/entropy"
