@@ -1,9 +1,9 @@
-"""A posterior behind HTTP: raw rows in, probabilities and both uncertainties out.
+"""A posterior behind HTTP: raw rows in; class, uncertainties, a set of classes and a gate for foreign rows out.
 
     python examples/serve.py                     # trains, saves, answers one request, prints it
     uvicorn --app-dir examples serve:app         # serves what was saved
 
-The folder holds weights, transforms and class names and no code, so the server builds nothing but the app.
+The folder holds weights, transforms, promises and class names and no code, so the server builds nothing but the app.
 """
 
 from pathlib import Path
@@ -19,11 +19,14 @@ FOLDER = Path("served")
 def train() -> None:
     """Two moons in millimetres: the networks see standardised columns, users never do."""
     torch.manual_seed(0)
-    x, y = ds.data.two_moons(200, seed=0)
+    x, y = ds.data.two_moons(400, seed=0)
     rows = 1000 + 40 * x
-    scale = ds.data.Standardiser.of_rows(rows)
+    scale = ds.data.Standardiser.of_rows(rows[:200])
     posterior = ds.DeepEnsemble([ds.nets.MLP(2, 2, hidden=(16,)) for _ in range(3)])
-    ds.fit(posterior, (scale(rows), y), epochs=20, progress=False)
+    ds.fit(posterior, (scale(rows[:200]), y[:200]), epochs=20, progress=False)
+    held_out = scale(rows[200:]), y[200:]
+    ds.conformal(posterior, held_out, level=0.95)
+    ds.ood_gate(posterior, held_out, score="mutual_information")
     ds.save(posterior, FOLDER, inputs=scale, classes=["upper", "lower"])
 
 
@@ -32,13 +35,7 @@ def make_app(folder: Path = FOLDER) -> FastAPI:
 
     @app.post("/predict")
     def predict(rows: list[list[float]]) -> list[dict[str, object]]:
-        predictive = posterior.predict(rows)
-        best = predictive.mean.argmax(1).tolist()
-        columns = (predictive.confidence, predictive.aleatoric, predictive.epistemic)
-        return [
-            {"class": posterior.classes[k], "confidence": c, "aleatoric": a, "epistemic": e}
-            for k, c, a, e in zip(best, *(column.tolist() for column in columns), strict=True)
-        ]
+        return ds.decide(posterior, rows).to_dicts()
 
     return app
 
@@ -55,4 +52,6 @@ if __name__ == "__main__":
     train()
     answer = TestClient(make_app()).post("/predict", json=[[1020.0, 1020.0], [1500.0, 500.0]]).json()
     for row in answer:
-        print(f"{row['class']:8}{row['confidence']:8.3f}{row['aleatoric']:8.3f}{row['epistemic']:8.3f}")
+        print(
+            f"{row['prediction']:8}{row['confidence']:8.3f}{row['epistemic']:8.3f}{len(row['conformal']):4}{row['accept']:4}"
+        )

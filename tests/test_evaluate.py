@@ -346,6 +346,13 @@ def test_segmentation_metrics_are_those_of_all_pixels_at_once():
     }
     for name, value in expected.items():
         assert result.metrics[name] == pytest.approx(float(value), abs=1e-6), name
+    smooth, adaptive = (
+        float(metric(predictive.mean, y, ignore_index=255)) for metric in (metrics.smooth_ece, metrics.adaptive_ece)
+    )
+    assert result.metrics["smooth_ece"] == pytest.approx(smooth, abs=4e-4)  # of binned confidences
+    assert result.metrics["adaptive_ece"] == pytest.approx(
+        adaptive, abs=4e-4 + 14 / 540
+    )  # one pixel at each of 14 ends
     assert result.kind == "segmentation"
     wrong = (predictive.mean.argmax(1) != y).double()[y != 255]
     score = metrics.max_probability_score(predictive.log_mean)[y != 255]

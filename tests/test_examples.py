@@ -129,7 +129,7 @@ def test_a_server_answers_eight_threads_as_it_answers_one(run, tmp_path):
     pytest.importorskip("httpx", reason="httpx is not installed: pip install -e .[test]")
     (known, sure), (foreign, unsure) = run("serve")
     assert {known, foreign} <= {"upper", "lower"}
-    assert sure[2] < unsure[2]  # epistemic, far from the data
+    assert sure[1] < unsure[1]  # epistemic, far from the data
     from concurrent.futures import ThreadPoolExecutor
 
     from fastapi.testclient import TestClient
@@ -144,6 +144,14 @@ def test_a_server_answers_eight_threads_as_it_answers_one(run, tmp_path):
         return answer.json()
 
     alone = [ask(row) for row in rows]
+    (near,), (far,) = alone[0], ask([[1500.0, 500.0]])
+    assert near.keys() == {
+        *("prediction", "confidence", "total", "aleatoric", "epistemic"),
+        "conformal",
+        "ood_gate",
+        "accept",
+    }
+    assert (near["accept"], far["accept"]) == (True, False)
     with ThreadPoolExecutor(8) as threads:
         together = list(threads.map(ask, rows * 4))
     assert together == alone * 4

@@ -105,6 +105,16 @@ def test_pixels_up_to_255_are_said_once_where_training_saw_other_values(posterio
         assert caplog.text.count("look like pixels from 0 to 255, but earlier ones reached 0.99") == warnings
 
 
+def test_a_saved_posterior_remembers_how_large_its_inputs_were(posterior, tmp_path, caplog):
+    ds.save(posterior, tmp_path)
+    loaded, x = ds.load(tmp_path, network()), points()[0]
+    loaded.predict(254 * x)
+    assert "look like pixels from 0 to 255, but earlier ones reached 0.99" in caplog.text
+    assert loaded._known.largest == posterior._known.largest
+    ds.save(loaded, tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
 def test_training_on_pixels_up_to_255_is_no_mistake(caplog):
     posterior, x = ds.MAP(network()), 255 * points()[0]
     ds.fit(posterior, (x, points()[1]), epochs=1, validation=(x, points()[1]), progress=False)

@@ -1,6 +1,7 @@
 """BatchEnsemble and DropoutEnsemble: the talk's updates, members that fold into networks, and unusual forwards."""
 
 import logging
+import pickle
 import time
 
 import pytest
@@ -714,3 +715,12 @@ def test_draws_of_a_node_bnn_are_networks_that_compute_the_same_whatever_the_for
     outputs = drawn(x)
     for m in range(2):
         torch.testing.assert_close(drawn.member(m)(x), outputs[m], rtol=0, atol=1e-12)
+
+
+def test_a_pickled_copy_runs_its_layers_the_same_way_to_the_last_bit():
+    torch.manual_seed(0)
+    posterior = ds.BatchEnsemble(ds.nets.MLP(8, 2, hidden=(8,)).double(), members=4, modulation=SIGN)
+    x = torch.randn(60, 8, dtype=torch.float64)
+    ds.fit(posterior, [(x, torch.arange(60) % 2)], epochs=1, progress=False)
+    again = pickle.loads(pickle.dumps(posterior))
+    assert torch.equal(again.predict(x).log_probs, posterior.predict(x).log_probs)

@@ -111,19 +111,27 @@ def test_a_weight_of_two_is_the_example_twice(structure):
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("weight", [(), (torch.tensor([1.0, 0.0, 2.0, 1.0] * 3),)])
-def test_part_of_the_data_counts_as_all_of_them(structure, weight):
-    """Of 36 examples, each of twelve three times, the twelve are a part: sums are three times theirs."""
+def test_part_of_the_data_counts_as_all_of_them_but_is_evidence_once(structure, weight):
+    """Of 36 examples, each of twelve three times, the twelve are a part: three times their sums, once their evidence."""
     (x, y), network = tiny.points(), tiny.mlp().double().eval()
-    thrice = Laplace(network, structure=structure, samples=2).fit_posthoc([(x, y, *weight)] * 3)
-    part = Laplace(network, structure=structure, samples=2).fit_posthoc(
-        [(x[:5], y[:5], *(w[:5] for w in weight)), (x[5:], y[5:], *(w[5:] for w in weight))], data_size=36
+
+    def fit(loader, data_size=None, known=None):
+        return Laplace(network, structure=structure, samples=2, data_size=known).fit_posthoc(
+            loader, data_size=data_size
+        )
+
+    once, thrice = fit([(x, y, *weight)]), fit([(x, y, *weight)] * 3)
+    parts = [(x[:5], y[:5], *(w[:5] for w in weight)), (x[5:], y[5:], *(w[5:] for w in weight))]
+    for one, sums in ((fit(parts, 36), thrice), (fit([(x, y, *weight)], known=36), thrice), (fit(parts * 3, 12), once)):
+        torch.testing.assert_close(one.curvature[0].eigenvalues, sums.curvature[0].eigenvalues, rtol=0, atol=1e-10)
+        assert one.precision == pytest.approx(once.precision, rel=1e-9)
+        found, expected = one.log_marginal_likelihood(), once.log_marginal_likelihood()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    thrice.use_prior_precision(once.precision)
+    torch.testing.assert_close(fit(parts, 36).variance, thrice.variance)
+    assert fit(parts, 36).log_marginal_likelihood(2.0) == pytest.approx(
+        float(once.log_marginal_likelihood(2.0)), rel=1e-9
     )
-    told = Laplace(network, structure=structure, samples=2, data_size=36).fit_posthoc([(x, y, *weight)])
-    for one in (part, told):
-        torch.testing.assert_close(one.curvature[0].eigenvalues, thrice.curvature[0].eigenvalues, rtol=0, atol=1e-10)
-        assert one.precision == pytest.approx(thrice.precision, rel=1e-9)
-        evidence, expected = one.log_marginal_likelihood(), thrice.log_marginal_likelihood()
-        torch.testing.assert_close(evidence, expected, rtol=0, atol=1e-9)
 
 
 def memorised():
@@ -448,17 +456,6 @@ def test_a_loaded_one_goes_on_where_it_was_saved(structure, tmp_path):
         torch.manual_seed(9)
         each.use_prior_precision("marginal_likelihood")
     assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
-
-
-def test_a_file_of_an_earlier_version_is_of_one_layer():
-    posterior = fitted()
-    config = posterior.config()
-    (number,) = config.pop("fitted")
-    old = {**{key: value for key, value in config.items() if key != "layers"}, "layer": "3", "fitted": number}
-    loaded = Laplace.skeleton(tiny.mlp().double(), old, ds.Classification())
-    loaded.load_state_dict(posterior.state_dict())
-    assert loaded.layers == "3"
-    assert torch.equal(loaded.variance["3.weight"], posterior.variance["3.weight"])
 
 
 def test_one_that_was_not_fitted_is_saved_and_fitted_later(tmp_path):

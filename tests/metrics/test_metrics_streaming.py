@@ -159,3 +159,18 @@ def test_streamed_risks_are_those_of_the_binned_scores():
     torch.testing.assert_close(curve.risk, exact.risk[places], rtol=0, atol=1e-12)
     assert len(found.risk_coverage(10).coverage) <= 10
     refuses(lambda: metrics.RiskHistogram.empty().aurc(), "at least one")
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])  # the last one: nearly all confidences above 0.99999
+def test_streamed_calibration_errors_are_those_of_all_examples(scale):
+    generator = torch.Generator().manual_seed(0)
+    log_p = (scale * torch.randn(20_000, 5, generator=generator, dtype=torch.float64)).log_softmax(1)
+    y = torch.multinomial(log_p.mul(0.7).softmax(1), 1, generator=generator)[:, 0]
+    found = metrics.RiskHistogram.empty()
+    for rows, labels in zip(log_p.chunk(3), y.chunk(3), strict=True):
+        found = found.update(metrics.max_probability_score(rows), rows.argmax(1) != labels)
+    direct = [metric(log_p.exp(), y) for metric in (metrics.adaptive_ece, metrics.smooth_ece)]
+    bound = 4e-4  # scores move by less than 0.001 |s|, confidences exp(−s) by less than 0.001 s exp(−s) ≤ 0.00037
+    assert found.adaptive_ece().item() == pytest.approx(direct[0].item(), abs=bound)
+    assert found.smooth_ece().item() == pytest.approx(direct[1].item(), abs=bound)
+    assert direct[0] > 20 * bound

@@ -74,7 +74,7 @@ def test_images_are_shown_with_what_is_said_of_them_and_pixels_as_maps():
     answers = ds.ClassificationPredictive(torch.randn(2, 2, 4).log_softmax(2))
     titles = [axes.get_title() for axes in drawn(answers.plot(images, classes=list("abcd"))).axes][:2]
     best = [f"{'abcd'[int(row.argmax())]}: {100 * float(row.max()):.0f} %" for row in answers.mean]
-    parts = [f"epistemic {e:.2g} of {t:.2g} nats" for e, t in zip(answers.epistemic, answers.total, strict=True)]
+    parts = [f"epistemic {e:.3f} of {t:.3f} nats" for e, t in zip(answers.epistemic, answers.total, strict=True)]
     assert [title.splitlines() for title in titles] == [list(lines) for lines in zip(best, parts, strict=True)]
     for seen in (torch.tensor([3, 0]), (images, torch.eye(4)[[3, 0]])):
         figure = answers.plot(images, seen=seen, classes=list("abcd"))

@@ -104,7 +104,7 @@ class PixelSums:
         return PixelSums(*joined)
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
-        """accuracy, nll, brier, ece, aurc, and of at most 256 classes miou and iou/CLASS, over all labelled pixels."""
+        """accuracy, nll, brier, calibration errors, aurc, miou and iou/CLASS of at most 256 classes, over labelled pixels."""
         if not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
         found = self.confusion
@@ -117,6 +117,8 @@ class PixelSums:
             "nll": self.nll / self.pixels,
             "brier": self.brier / self.pixels,
             "ece": float(self.bins.ece()),
+            "adaptive_ece": float(self.risk.adaptive_ece()),
+            "smooth_ece": float(self.risk.smooth_ece()),
             "aurc": float(self.risk.aurc()),
             **({} if found is None else {"miou": float(found.miou())}),
             # A class that is neither present nor predicted has no IoU.

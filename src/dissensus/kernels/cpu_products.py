@@ -51,7 +51,8 @@ class StackedLinear:
         # Made once, because the compiler recompiles for new objects.
         self.forwards = [(layer, _Transposed(layer)) for layer in layers]
         # Modulated layers apply their factors to activations while vectorised: one kernel serves all members.
-        self.modulated = [vars(layer) for layer in template.modules() if "members_at_once" in vars(layer)]
+        # The layers, not their vars: an unpickled copy has other ones.
+        self.modulated = [layer for layer in template.modules() if "members_at_once" in vars(layer)]
 
     @contextmanager
     def use_stacked_forwards(self, device: torch.device) -> Iterator[None]:
@@ -59,15 +60,15 @@ class StackedLinear:
         changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
         for layer, forward in changed:
             vars(layer)["forward"] = forward  # avoids nn.Module.__setattr__, which is slow
-        for attributes in self.modulated:
-            attributes["members_at_once"] = True
+        for each in self.modulated:
+            vars(each)["members_at_once"] = True
         try:
             yield
         finally:
             for layer, _ in changed:
                 del vars(layer)["forward"]
-            for attributes in self.modulated:
-                attributes["members_at_once"] = False
+            for each in self.modulated:
+                vars(each)["members_at_once"] = False
 
 
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:

@@ -53,10 +53,9 @@ class Laplace(SamplingPosterior):
         structure: "full" keeps all of a layer's G; "kron" approximates it by a Kronecker product, for wide layers; "auto" is
             "full" for up to 11,585 weights (1 GiB), above that "kron", with a line in the log. Layers are independent.
         covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
-            "joint" samples all weights together, exactly. Softmax ignores a shift of all outputs, so "joint" changes confidence
-            little: better for networks that are calibrated already, worse for overconfident ones. Like the probit formula,
-            "rows" uses only the outputs' variances, and is less sure. Several layers are each sampled jointly.
-        prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence.
+            "joint" samples all together, exactly: softmax ignores what outputs share, so confidence changes little, better for
+            networks that are calibrated already, worse for overconfident ones. Several layers are each sampled jointly.
+        prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence of the examples read.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are computed at T = 1.
         layers: name patterns ("*lora*", or a list) of linear layers or 1×1 convolutions; None is the last layer called. For
             inner layers, and if something follows the last one (a token is selected, a map is resized), G comes from backward
@@ -109,9 +108,9 @@ class Laplace(SamplingPosterior):
 
         Args:
             loader: batches (x, y) or (x, y, weight) of the training data; example weights are used.
-            data_size: number of examples the network was trained on; if the loader holds only part of them, sums are scaled
-                to it. None is the posterior's own `data_size`; without one the length of the data set, if a DataLoader's
-                sampler or `Subset` reads less than half of it, with a warning; else the number of examples in the loader.
+            data_size: number of examples the network was trained on; if the loader holds part of them, G is scaled to it, the
+                evidence is not. None is the posterior's own `data_size`; without one the length of the data set, if a
+                DataLoader's sampler or `Subset` reads less than half of it, with a warning; else the examples in the loader.
             held_out: batches of data that the network was not trained on. δ is multiplied by the factor from 0.01 to 10,000
                 that gives them the highest likelihood; a large factor leaves the network's own predictions. `ds.refresh` keeps
                 the choice; after `ds.load` call this again instead.
@@ -257,7 +256,7 @@ class Laplace(SamplingPosterior):
         return f"fitted to {', '.join(each)}, prior precision {self.precision:.3g}"
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
-        """() log evidence of the training data, in nats; (M,) for a list of networks.
+        """() log evidence of the examples read, in nats; (M,) for a list of networks.
 
         It is exact for a linear network with fixed noise, at its mode.
 
@@ -329,14 +328,13 @@ class Laplace(SamplingPosterior):
                 last_layers.add_batch_curvature(sums, network, likelihood, layers, batch)
         if first is None or not bool(gathered[0][1][0].rows > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
-        for one in (one for _, sums in gathered for one in sums):
-            torch._foreach_mul_([*one.sums, one.log_likelihood, one.weight, one.rows], (data_size or seen) / seen)
+        times = (data_size or seen) / seen
         curvatures = [
-            Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer))
+            Curvature.from_sums(one, layer.mean, layer=list(network.modules()).index(layer.layer), times=times)
             for (network, _), (layers, sums) in zip(members, gathered, strict=True)
             for layer, one in zip(layers, sums, strict=True)
         ]
-        return curvatures, first, float(gathered[0][1][0].rows)
+        return curvatures, first, times * float(gathered[0][1][0].rows)
 
     def _fitted_layers(self) -> list[LinearLayer]:
         return [self._layer_at(int(curvature.layer)) for curvature in self._curvatures_by_network()[0]]
@@ -365,10 +363,8 @@ class Laplace(SamplingPosterior):
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         fitted = config["fitted"]
-        plain = {key: value for key, value in config.items() if key not in ("fitted", "layer")}
-        if "layer" in config:  # files of earlier versions, of one layer
-            fitted, plain["layers"] = None if fitted is None else [fitted], config["layer"]
-        posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
+        plain = {key: value for key, value in config.items() if key != "fitted"} | {"stored": None}
+        posterior = super().skeleton(network, plain, likelihood)
         if fitted is not None:
             each = ((posterior._layer_at(n).mean.shape, n) for n in fitted * posterior.particles.members)
             blanks = (Curvature.blank(posterior.structure, *shape, layer=n) for shape, n in each)

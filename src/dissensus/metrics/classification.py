@@ -180,11 +180,16 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     distinct, group, count = torch.unique(confidence, return_inverse=True, return_counts=True)
-    accuracy = correct.new_zeros(len(distinct)).index_add(0, group, correct) / count
-    group = group.sort().values  # ascending confidence
-    gap: Tensor = accuracy[group] - distinct[group].double()
-    index = torch.arange(len(gap), device=gap.device) * integer("bins", bins) // len(gap)
-    return gap.new_zeros(bins).index_add(0, index, gap).abs().sum() / len(gap)
+    return adaptive_ece_from_sums(distinct, count, correct.new_zeros(len(distinct)).index_add(0, group, correct), bins)
+
+
+def adaptive_ece_from_sums(confidence: Tensor, count: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
+    """() `adaptive_ece` of groups (K,) of ascending confidence, their sizes and their numbers of right answers."""
+    taken, gap = count.cumsum(0), correct - count * confidence.double()
+    ends = -(-torch.arange(integer("bins", bins) + 1, device=taken.device) * taken[-1] // bins)  # examples before each
+    at = torch.searchsorted(taken, ends)  # the group that holds the end
+    sums = (gap.cumsum(0) - gap)[at] + (ends - taken[at] + count[at]) * (gap / count)[at]
+    return sums.diff().abs().sum() / taken[-1]
 
 
 def smooth_ece(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
@@ -193,7 +198,12 @@ def smooth_ece(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = N
     The σ with σ = ∫₀¹ |(1/n) Σ_i (correct_i − confidence_i) K_σ(t, confidence_i)| dt, K_σ the Gaussian reflected at 0 and 1.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
-    gap, place = (correct - confidence) / len(correct), confidence.double().clamp(0, 1) * SMOOTH_POINTS
+    return smooth_ece_from_gaps(confidence, (correct - confidence) / len(correct))
+
+
+def smooth_ece_from_gaps(confidence: Tensor, gap: Tensor) -> Tensor:
+    """() `smooth_ece` of confidences (K,) and what each adds to accuracy less confidence (K,)."""
+    place = confidence.double().clamp(0, 1) * SMOOTH_POINTS
     left = place.long().clamp(max=SMOOTH_POINTS - 1)  # each gap is split between two points
     sums = gap.new_zeros(SMOOTH_POINTS + 1).index_add(0, left, gap * (left + 1 - place))
     sums = sums.index_add(0, left + 1, gap * (place - left))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.classification import (
+    adaptive_ece_from_sums,
     bin_sums,
     confusion_matrix,
     ece_from_sums,
     intersection_over_union,
     mean_of_present,
+    smooth_ece_from_gaps,
 )
 from dissensus.metrics.metric_inputs import labelled_rows, nonempty_values, score_pair
 from dissensus.metrics.ranking import RankedCounts, RiskCoverage
@@ -185,6 +187,23 @@ class RiskHistogram(NamedTuple):
         # H_{W+w} − H_W, without a table of the harmonic numbers of all pixels
         rise: Tensor = torch.special.digamma(before + taken + 1) - torch.special.digamma(before + 1)
         return (lost + (lost_before - lost / taken * before) * rise).sum() / taken.sum()
+
+    def adaptive_ece(self, *, bins: int = 15) -> Tensor:
+        """() `adaptive_ece` of scores −log max p, each moved to the middle of its bin, by at most 0.001 |score|."""
+        return adaptive_ece_from_sums(*self._confidence_groups(), bins)
+
+    def smooth_ece(self) -> Tensor:
+        """() `smooth_ece`, as `adaptive_ece`."""
+        confidence, count, correct = self._confidence_groups()
+        return smooth_ece_from_gaps(confidence, (correct - count * confidence) / count.sum())
+
+    def _confidence_groups(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(K,) confidence of every used bin, ascending, its examples and its right answers."""
+        counts, errors = (each.flip(0) for each in _nonempty_state(self))
+        used = (counts > 0).nonzero()[:, 0]
+        width = 2**32 // len(counts)  # in bit patterns; those of scores of at least 0 are in the upper half of the bins
+        middle = ((len(counts) - 1 - used) * width + width // 2 - 2**31).clamp(min=0).int()
+        return (-middle.view(torch.float32).double()).exp(), counts[used], (counts - errors)[used].double()
 
 
 def _aupr(counts: RankedCounts) -> Bounded:

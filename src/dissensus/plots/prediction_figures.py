@@ -190,7 +190,7 @@ def captioned_rows(
     for i, image in enumerate(images):
         lines = [f"{short_name(str(names.get(int(answer[i]), answer[i])), 24)}: {100 * confidence[i]:.0f} %"]
         lines += [] if truth is None else [f"truth: {short_name(str(names.get(int(truth[i]), truth[i])), 24)}"]
-        lines += [f"epistemic {epistemic[i]:.2g} of {total[i]:.2g} nats"]
+        lines += [f"epistemic {epistemic[i]:.3f} of {total[i]:.3f} nats"]
         shown.append(("\n".join(lines), displayable_image(image)))
     return [shown[i : i + 4] for i in range(0, len(shown), 4)]
 
@@ -199,7 +199,7 @@ def image_grid(rows: Sequence[Sequence[tuple[str, Any]]], names: Sequence[str] =
     """Draws images (H, W, 3) with their titles; names: of the rows."""
     columns, (height, width) = max(map(len, rows)), rows[0][0][1].shape[:2]
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.4)), layout="constrained")
+        figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.5)), layout="constrained")
         grid = figure.subplots(len(rows), columns, squeeze=False)
         for axes in grid.flat:
             axes.set_axis_off()

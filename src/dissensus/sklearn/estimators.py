@@ -101,7 +101,9 @@ SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
     "hmc": lambda network: {"weight_prior_std": 1.0},
     "sghmc": lambda network: {"weight_prior_std": 1.0},
-    "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two_layers(network), strict=True)),
+    "feature_rde": lambda network: dict(
+        zip(("layer", "head"), [n for n, part in network.named_modules() if not [*part.children()]][-2:], strict=True)
+    ),
     "lit": lambda network: {"strength": 0.1},
     "mc_dropout": lambda network: {"rate": 0.1},
 }
@@ -136,10 +138,6 @@ def build_posterior(
         given.setdefault("data_size", data_size)
     posterior: Posterior = kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
     return posterior
-
-
-def _last_two_layers(network: nn.Module) -> list[str]:
-    return [name for name, layer in network.named_modules() if next(layer.children(), None) is None][-2:]
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]

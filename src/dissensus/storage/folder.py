@@ -7,6 +7,7 @@ so that one rename replaces a saved posterior; config.json is a copy for people 
 import copy
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,9 +63,8 @@ def save(
 ) -> None:
     """Saves a posterior to a folder, as posterior.safetensors and config.json.
 
-    Both files are written under temporary names and then renamed. The first holds everything that `load` reads, so saving
-    over a folder never leaves a mix of old and new; the second is a readable copy of its config. Neither contains code or a
-    pickle. Save the watchers of a run one by one, each as its own posterior. On a mesh, only the first process writes.
+    Files are written under temporary names and then renamed; `load` reads only the first, so saving over a folder never leaves
+    a mix. Neither contains code or a pickle. Save the watchers of a run one by one. On a mesh, only the first process writes.
 
     Args:
         posterior: any posterior.
@@ -275,8 +275,9 @@ def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 
 def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
-    """The config entries of inputs and classes: the arguments, else the posterior's own."""
-    found: dict[str, Any] = {}
+    """The config entries of inputs, their largest value and classes: the arguments, else the posterior's own."""
+    largest = posterior._known.largest
+    found: dict[str, Any] = {"largest_input": largest} if math.isfinite(largest) else {}
     if (given := posterior.inputs if inputs is None else inputs) is not None:
         transform = as_input_transform(given)
         found["inputs"] = {"kind": transform.kind, "arguments": transform.config()}
@@ -286,7 +287,8 @@ def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str
 
 
 def restore_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
-    """Restores the saved inputs and classes."""
+    """Restores what `describe_transforms` saved."""
+    posterior._known.largest = float(config.get("largest_input", -math.inf))
     if (saved := config.get("inputs")) is not None:
         kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
         posterior.inputs = kind(**saved["arguments"])

@@ -267,8 +267,10 @@ def test_measures_know_which_way_is_better():
         (1234.5678, None, False, "1,235"),
         (0.5, None, False, "0.50"),  # without an interval: two decimals
         (0.00004, None, False, "0.00004"),  # or its first digit, never a power of ten
-        (-0.00004, 0.0045, True, "−0.0000"),
-        (0.00004, 0.0045, True, "+0.0000"),
+        (-0.00004, 0.0045, True, "0.0000"),  # zero has no sign
+        (0.00004, 0.0045, True, "0.0000"),
+        (-0.0004, 0.12, False, "0.00"),
+        (-0.0062, 0.12, False, "−0.01"),
         (0.0, 0.1, True, "0.00"),
         (1.0, 1e-9, False, "1.0000"),  # at most two decimals more than without an interval
         (math.nan, None, False, "nan"),
@@ -283,7 +285,7 @@ def test_a_number_is_shown_to_the_precision_of_its_interval(value, half, signed,
     ("ends", "signed", "text"),
     [
         ((0.967, 0.959, 0.975), False, "95.90–97.50"),
-        ((-0.0054, -0.0108, -0.00001), True, "−1.08 to −0.00"),  # excludes zero
+        ((-0.0054, -0.0108, -0.00001), True, "−1.08 to 0.00"),
         ((0.015, 0.014999999, 0.015000001), False, "± 0.0000001"),  # not 1.5000–1.5000
     ],
 )

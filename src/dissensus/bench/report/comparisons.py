@@ -64,7 +64,7 @@ class Spread(NamedTuple):
 
     def _half_width_at(self, t: float, tail: float) -> float:
         """The half-width if t is the quantile of seeds; u by Wallace's formula (1959), at most 4 % too large for n > 2."""
-        u, freedom = _normal_quantile(tail), self.example_count - 1
+        freedom, u = self.example_count - 1, -_NORMAL.inv_cdf(max(tail, SMALLEST) / 2) if tail < 1 else 0.0
         if freedom < MANY:
             u = math.sqrt(freedom * math.expm1((u * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom))
         return math.hypot(t * self.seeds, u * self.examples)
@@ -97,11 +97,6 @@ def holm_level(p_values: Sequence[float], level: float = 0.95) -> float:
     alpha = 1 - level
     below = sum(p < alpha for p in holm_p_values(p_values))
     return 1 - alpha / max(len(p_values) - below, 1)
-
-
-def _normal_quantile(tail: float) -> float:
-    """z with P(|Z| > z) = tail."""
-    return -_NORMAL.inv_cdf(max(tail, SMALLEST) / 2) if tail < 1 else 0.0
 
 
 RESAMPLES = 1000

@@ -60,6 +60,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     against = family if family.comparisons else None
     alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
     drawn = report_figures.sections(results, advice.featured) if with_figures else []
+    shown = [(name, report_figures.pictures(each[0])) for name, each in results.methods.items() if with_figures]
     return {
         "results": results,
         "title": results.title,
@@ -73,7 +74,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "against_cost": report_figures.cost_section(results, draws) if with_figures else None,
         "chapters": [*_table_sections(results, found, draws, against, baseline), *drawn],
         "reference_says": reference_sentences(results, found),
-        "pictures": _pictures(results) if with_figures else {},
+        "pictures": {name: groups for name, groups in shown if groups},
         "seed_counts": [len(several) for several in results.methods.values()],
         "comparing": comparison_sentence(results, against),
         "sweep": sweep_of(results),
@@ -115,11 +116,6 @@ def comparison_sentence(results: Results, against: Family | None) -> str:
     return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
 
 
-def _pictures(results: Results) -> dict[str, dict[str, list[report_figures.Picture]]]:
-    shown = {name: report_figures.pictures(several[0]) for name, several in results.methods.items()}
-    return {name: groups for name, groups in shown.items() if groups}
-
-
 class CellsPage(NamedTuple):
     """The page of a task over a grid."""
 
@@ -157,8 +153,12 @@ def _environment(*, autoescape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri}
-    environment.filters |= {"slug": report_figures.slug, "svg": lambda *drawn: report_figures.svg(*drawn)}
+    environment.filters |= {"cell": _markdown, "grid_csv": grid_csv, "slug": report_figures.slug}
+    signs = "|".join(map(re.escape, LATEX))  # escaped, so that a text contains no command
+    environment.filters["tex"] = lambda text: re.sub(signs, lambda sign: LATEX[sign[0]], " ".join(str(text).split()))
+    environment.filters["svg"] = lambda *drawn: report_figures.svg(*drawn)
+    uri = "data:text/{};base64,{}"  # for download
+    environment.filters["as_link"] = lambda text, kind: uri.format(kind, base64.b64encode(text.encode()).decode())
     name = "grid.tex.j2"
     environment.globals["latex"] = lambda table, caption, text="": render_template(name, {**locals()})
     return environment
@@ -184,11 +184,6 @@ def grid_csv(table: tables.Table) -> str:
     return table_text(kept, [*rows, *({kept[0]: note} for note in table.notes)])
 
 
-def _data_uri(text: str, kind: str) -> str:
-    """A data URI, which a page can offer for download."""
-    return f"data:text/{kind};base64,{base64.b64encode(text.encode()).decode()}"
-
-
 LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "–": "--", "≈": r"$\approx$",
     "≥": r"$\ge$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "→": r"$\rightarrow$", "ε": r"$\varepsilon$", "σ": r"$\sigma$",
@@ -197,8 +192,3 @@ LATEX = {
     **{mark: rf"\textsuperscript{{{digit}}}" for digit, mark in zip("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹", strict=True)},
     **{each: f"\\{each}" for each in "&%$#_{}"},
 }  # fmt: skip
-
-
-def _latex(text: object) -> str:
-    """Escapes text for LaTeX, so that it contains no command."""
-    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], " ".join(str(text).split()))

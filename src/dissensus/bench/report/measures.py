@@ -62,6 +62,7 @@ def number_text(value: float, half: float | None = None, digits: int = 2, *, sig
         digits = 0
     elif 1e-8 < abs(value) < 0.5 * 10**-digits:
         digits = -floor(log10(abs(value)))
+    value = round(value, digits) + 0.0  # no "−0.000"
     return f"{value:{'+' * (signed and value != 0)},.{digits}f}".replace("-", "−")
 
 
@@ -236,7 +237,9 @@ def _class_measures(evaluation: Evaluation) -> list[Measure]:
         Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct", *counts),), mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll", *counts),), mean),
         Measure("brier", "Brier score", test, "low", 1, 4, "", brier),
-        Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, _ece),
+        Measure(
+            "ece", "ECE", test, "low", 100, 2, "%", confidence, lambda w, *each: confidence_ece(*each, weights=w[0])
+        ),
         Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
         Measure("miou", "mIoU", test, "high", 100, 2, "%", overlaps, _miou),
         *(
@@ -324,11 +327,6 @@ def _regression_measures(evaluation: Evaluation) -> list[Measure]:
 def root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
     """(R,) root of the mean of squared errors."""
     return weighted_mean(weights, squared).sqrt()
-
-
-def _ece(weights: Sequence[Tensor], confidence: Tensor, correct: Tensor) -> Tensor:
-    """(R,) expected calibration error."""
-    return confidence_ece(confidence, correct, weights=weights[0])
 
 
 def _aurc(weights: Sequence[Tensor], score: Tensor, correct: Tensor) -> Tensor:

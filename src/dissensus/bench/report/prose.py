@@ -34,7 +34,7 @@ def _focus_sentences(results: Results) -> list[str]:
     for key in region_keys(several[0]):
         region, quantity = region_words(key)
         where, mean = f"{region[0].upper()}{region[1:]}", f"{mean_over_seeds(key, several):.4g}"
-        smaller = _methods_by_seeds(results, focus, others, key, _has_larger(key))
+        smaller = _methods_by_seeds(results, focus, others, key, lambda a, b: a.metrics[key] > b.metrics[key])  # noqa: B023
         said.append(f"{where}, {focus} has a mean {quantity} of {mean}: larger than that {smaller}.")
     baseline = results.baseline
     off = "region/off_data/entropy"
@@ -50,10 +50,6 @@ def _focus_sentences(results: Results) -> list[str]:
     return said
 
 
-def _has_larger(key: str) -> Condition:
-    return lambda mine, other: mine.metrics[key] > other.metrics[key]
-
-
 def _methods_by_seeds(results: Results, focus: str, others: list[str], key: str, holds: Condition) -> str:
     """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": methods by how often the condition holds."""
     groups: dict[str, list[str]] = {}
@@ -61,7 +57,7 @@ def _methods_by_seeds(results: Results, focus: str, others: list[str], key: str,
         value = f"{name} ({mean_over_seeds(key, results.methods[name]):.4g})"
         groups.setdefault(_seed_count_text(results, focus, name, holds), []).append(value)
     ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
-    return "; ".join(f"of {_join_words(groups[seeds])} on {seeds}" for seeds in ordered)
+    return "; ".join(f"of {' and '.join(groups[seeds])} on {seeds}" for seeds in ordered)
 
 
 def _seed_count_text(results: Results, first: str, second: str, holds: Condition) -> str:
@@ -69,10 +65,6 @@ def _seed_count_text(results: Results, first: str, second: str, holds: Condition
     mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
     pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
     return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
-
-
-def _join_words(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 FEW = 30, 10  # fewest examples of one sample, and of each of two samples

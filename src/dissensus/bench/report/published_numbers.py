@@ -55,7 +55,8 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
         for name in theirs:
             ours, number = _our_mean(results, key, name), theirs[name].get(key)
             text = "–" if ours is None else measure.text(ours)
-            cells.append(Cell(text, note="" if number is None else f"published {_published_text(measure, number)}"))
+            error = "" if number is None or number.error is None else f" ± {measure.text(number.error)}"
+            cells.append(Cell(text, note="" if number is None else f"published {measure.text(number.value)}{error}"))
         rows.append(measure_row(measure, cells))
     return method_table(results, list(theirs), rows)
 
@@ -141,11 +142,6 @@ def _measure(key: str, found: Sequence[Measure]) -> Measure:
     percent = last in PERCENT
     best = "high" if last in HIGHER else "low"
     return Measure(key, last.replace("_", " "), group, best, 100 if percent else 1, 2 if percent else 4, "%" * percent)  # type: ignore[arg-type]
-
-
-def _published_text(measure: Measure, number: PublishedNumber) -> str:
-    shown = measure.text(number.value)
-    return shown if number.error is None else f"{shown} ± {measure.text(number.error)}"
 
 
 def _pair_text(measure: Measure, first: float, second: float) -> str:

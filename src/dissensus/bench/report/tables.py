@@ -282,7 +282,7 @@ def _noted_table(results: Results, names: Sequence[str], rows: list[Row]) -> Tab
     made = method_table(results, names, rows)
     texts = dict.fromkeys(text for name in names for text in results.notes[name])
     marks = {text: str(i).translate(SUPERSCRIPTS) for i, text in enumerate(texts, start=1)}
-    columns = [name + " ".join(marks[text] for text in results.notes[name]) for name in names]
+    columns = [name + " ".join(marks[text] for text in texts if text in results.notes[name]) for name in names]
     noted = replace(made, columns=columns, notes=[f"{mark} {text}" for text, mark in marks.items()])
     return noted.methods_as_rows() if results.transpose else noted
 

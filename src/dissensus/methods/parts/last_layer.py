@@ -331,6 +331,7 @@ class Curvature(nn.Module):
     eigenvalues: Tensor  # (C D,) or (C, D)
     log_likelihood: Tensor  # () of the data at the mean
     precision: Tensor  # () δ
+    read_share: Tensor  # () share of the examples that was read: what is counted for others is no evidence
     layer: Tensor  # () number of the layer among the network's modules
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -339,12 +340,14 @@ class Curvature(nn.Module):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int) -> Self:
-        """The curvature from these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
+    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int, times: float = 1.0) -> Self:
+        """The curvature of `times` these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
         values, vectors = zip(*map(eigendecompose, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
         eigenvalues = torch.outer(*values) / gathered.weight.clamp(min=1e-300) if kron else values[0]
-        return cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
+        found = cls(_buffers_of(mean, times * eigenvalues, vectors, times * gathered.log_likelihood, layer))
+        found.read_share.fill_(min(1.0, 1.0 / times))
+        return found
 
     @classmethod
     def blank(cls, structure: Structure, classes: int, features: int, *, layer: int) -> Self:
@@ -356,9 +359,9 @@ class Curvature(nn.Module):
         return cls(_buffers_of(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
 
     def log_marginal_likelihood(self, precision: Tensor) -> Tensor:
-        """() log p(y) at a prior precision δ (), differentiable in it."""
-        fit = self.log_likelihood - 0.5 * precision * self.mean.square().sum()
-        return fit - 0.5 * torch.log1p(self.eigenvalues / precision).sum()
+        """() log p(y) of the examples read at a prior precision δ (), differentiable in it."""
+        fit = self.read_share * self.log_likelihood - 0.5 * precision * self.mean.square().sum()
+        return fit - 0.5 * torch.log1p(self.read_share * self.eigenvalues / precision).sum()
 
     def sample_joint(self, noise: Tensor) -> Tensor:
         """(S, C, D) samples of N(0, (G + δ)⁻¹), from standard normal noise of that shape."""
@@ -400,8 +403,8 @@ class Curvature(nn.Module):
 def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
     found = {"mean": mean, "eigenvalues": values, **dict(zip(names, vectors, strict=True))}
-    found |= {"log_likelihood": log_likelihood, "precision": torch.ones_like(log_likelihood)}
-    return found | {"layer": torch.tensor(layer, device=mean.device)}
+    found |= {key: torch.ones_like(log_likelihood) for key in ("precision", "read_share")}
+    return found | {"log_likelihood": log_likelihood, "layer": torch.tensor(layer, device=mean.device)}
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:
@@ -430,10 +433,10 @@ def check_precision(prior_precision: Precision) -> Precision:
 
 
 def resolve_precision(prior_precision: Precision, curvatures: Sequence[Curvature]) -> float:
-    """The number given, or the precision that maximises the evidence: the only root of Σ λ/(λ + δ) = δ ‖mean‖²."""
+    """The number given, or the precision that maximises the evidence: the only root of Σ λ/(λ + δ) = δ ‖mean‖², λ as read."""
     if prior_precision != "marginal_likelihood":
         return float(prior_precision)
-    eigenvalues = torch.cat([each.eigenvalues.flatten() for each in curvatures])
+    eigenvalues = torch.cat([(each.read_share * each.eigenvalues).flatten() for each in curvatures])
     square, most = sum(float(each.mean.square().sum()) for each in curvatures), float(eigenvalues.max())
     if not (square > 0 and most > 0 and math.isfinite(square) and math.isfinite(most)):
         got = f"‖W‖² = {square:g} and a largest eigenvalue of {most:g}"
