@@ -144,6 +144,37 @@ def home_gains() -> str:
     return markdown(["what", "measure", "before", "after"], lines)
 
 
+# Task of papers.py, method, its baseline, measure, its name, factor and digits, what was done; higher is better for
+# accuracies and lower for the others.
+PAPERS = [
+    ("cifar100-forde", "forde-pca", "deep_ensemble", "corrupt/accuracy", "accuracy %", 100, 1,
+     "CIFAR-100 under 15 corruptions: five ResNet-18 that repel (FoRDE), beside five independent ones"),
+    ("cifar10-forde", "forde-pca", "deep_ensemble", "corrupt/accuracy", "accuracy %", 100, 1,
+     "CIFAR-10 under 15 corruptions, the same"),
+    ("cifar100-node", "node_bnn-out4", "swag", "corrupt/nll", "NLL", 1, 2,
+     "CIFAR-100 under 15 corruptions: a ResNet-18 with noise on its nodes, beside SWAG"),
+]  # fmt: skip
+
+
+def paper_gains() -> list[list[str]]:
+    """Gains in the papers' tables: those that were run and whose interval, against the task's baseline, is clear."""
+    rows, pairs = (read_rows(RESULTS / "papers" / name) for name in ("papers.csv", "pairs.csv"))
+    found = []
+    for task, method, base, key, measure, factor, digits, what in PAPERS:
+        mine, other = (
+            [r for r in rows if (r["task"], r["size"], r["method"]) == (task, "short", m)] for m in (method, base)
+        )
+        clear = [
+            float(p["lower"]) > 0 if key.endswith("accuracy") else float(p["upper"]) < 0
+            for p in pairs
+            if (p["task"], p["size"], p["method"], p["metric"]) == (task, "short", method, key)
+        ]
+        if mine and other and any(clear):
+            numbers = (mean(each, key, factor, digits) for each in (other, mine))
+            found.append([what, measure, *numbers, "results/papers.md", "papers/papers.csv"])
+    return found
+
+
 def gains() -> list[list[str]]:
     """What was done, the measure, its value before and after, the page of results and the file it is from."""
     pretrained = [row for row in read_rows(RESULTS / "pretrained.csv") if row["network"] == "resnet20"]
@@ -166,6 +197,7 @@ def gains() -> list[list[str]]:
         return [row for row in rows if row[column] == name]
 
     return [
+        *paper_gains(),
         [
             "a published CIFAR-10 ResNet-20, ten epochs of noise on its nodes, both with a temperature",
             "NLL",

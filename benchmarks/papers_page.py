@@ -162,8 +162,8 @@ def remarks(task: Task, rows: list[Row], mine: list[Row], verdicts: list[str]) -
         command_line, origins = command(task), origins_of(mine)
         made = f"*Ours/published. {made} `{command_line}`; {origins}; {spent:.0f} min of a GPU.*"
     left = [method for method in task.methods if not any(row["method"] == method for row in mine)]
-    how = "the same command continues" if mine else f"`{command(task)}`"
-    ask = f"Not run{published_text(task, left)}: {how}; {expected_minutes(task, left, rows)} min of a GPU."
+    how = "the same command continues" if mine else f"`{command(task, several=False)}`"
+    ask = f"Not run{published_text(task, left)}: {how}; a seed takes {expected_minutes(task, left, rows)} min of a GPU."
     figure = f"![{task.title}](../figures/{figure_of(task.name).name})"
     return [*chosen, *said, *([figure] if figure_of(task.name).is_file() else []), made, *([ask] if left else [])]
 
@@ -185,8 +185,9 @@ def chosen_method(task: Task, rows: list[Row]) -> str | None:
     return max(means, key=means.__getitem__) if len(means) == len(others) else None
 
 
-def command(task: Task) -> str:
-    return f"python benchmarks/papers.py --task {file_of(task)} --size {task.size} --seeds 0 1 2 --data DIR"
+def command(task: Task, *, several: bool = True) -> str:
+    seeds = f" --size {task.size} --seeds 0 1 2" * several
+    return f"python benchmarks/papers.py --task {file_of(task)}{seeds} --data DIR"
 
 
 def file_of(task: Task) -> str:
@@ -217,12 +218,12 @@ def published_cell(key: str, numbers: Mapping[str, PublishedNumber]) -> str:
 
 
 def expected_minutes(task: Task, methods: list[str], rows: list[Row]) -> str:
-    """About how long three seeds of each take: as its runs, or others of the task or of that method, or a guess."""
+    """About how long one seed of each takes: as its runs, or others of the task or of that method, or a guess."""
     times = {row["method"]: float(row["seconds"]) / 60 for row in rows if row["size"] == "short"}
     of_task = [float(row["seconds"]) / 60 for row in rows if (row["task"], row["size"]) == (task.name, task.size)]
     usual = summary(of_task)[0] if of_task else TASKS.get(task.name, 5.0)
     forde = task.name.startswith("cifar") and task.name.endswith(("forde", "alpha"))  # the same networks and epochs
-    return f"about {3 * sum(times.get(method, usual) if forde else usual for method in methods):.0f}"
+    return f"about {sum(times.get(method, usual) if forde else usual for method in methods):.0f}"
 
 
 def number_cell(key: str, values: list[float], number: PublishedNumber | None) -> str:

@@ -47,8 +47,7 @@ class Corruptions:
         seed: seed of the random corruptions; image i gets the same noise in every batch.
         standardiser: corruptions act on pixels, uint8 or in [0, 1]. If the loader gives standardised images, pass their
             standardiser: images are converted back to pixels, corrupted and standardised again.
-        files: a folder of the published CIFAR-10-C or CIFAR-100-C, whose images are used instead. The loader must give all
-            test images in their original order, in floating point.
+        files: a folder of the published CIFAR-10-C or -100-C, used instead for all floating test images in their order.
     """
 
     names: str | Sequence[str] = "all"

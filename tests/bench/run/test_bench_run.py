@@ -319,7 +319,7 @@ def test_valid_files_with_the_wrong_content_are_damage_too(benched, tmp_path):
     (folder / "metrics.json").write_text("[]")
     refuses(lambda: Run.open(folder).evaluate(), "list instead of a table")
     (folder / "metrics.json").write_text("{}")
-    refuses(lambda: Run.open(folder).evaluate(), "without 'ood'")
+    refuses(lambda: Run.open(folder).evaluate(), "KeyError: 'ood'")
     (folder / "config.toml").write_text('task = "moons"\n')
     refuses(lambda: Run.open(folder), r"config\.toml, got a damaged one")
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.bench.rows.dataset_rows import SetKind, standardised_batches
+from dissensus.bench.rows.dataset_rows import standardised_batches
 from dissensus.bench.rows.named_sets import Geometry
-from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run import prediction_splits, training_watch
 from dissensus.bench.run.run_folder import read_attacked, read_counts, read_predictions
-from dissensus.bench.task.config import RunConfig
+from dissensus.bench.run.training_watch import ComparedRows
 from dissensus.calibration.calibrate import best_temperature
 from dissensus.core.calibrated import Correction
 from dissensus.core.posterior import Posterior
@@ -40,19 +39,13 @@ from dissensus.utils.file_errors import damage_error
 
 
 def evaluation_of_run(
-    folder: Path,
-    splits: dict[str, Path],
-    config: RunConfig,
-    kind: SetKind,
-    data: TaskData,
-    posterior: Posterior,
-    compared: training_watch.ComparedRows,
-    calibrated: Posterior | None,
+    run: Any, splits: dict[str, Path], posterior: Posterior, compared: ComparedRows, calibrated: Posterior | None
 ) -> Evaluation:
-    """The Evaluation of a trained run in a folder.
+    """The Evaluation of a trained `Run`.
 
     `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: with [calibration].
     """
+    folder, config, kind, data = run.folder, run.config, run.kind, run.data
     both = (prediction_splits.CORRUPT, prediction_splits.CHOOSE)
     corrupted, chosen = (read_counts(splits.pop(each)) if each in splits else None for each in both)
     about: dict[str, Any] = {"corrupted": corrupted, "temperature": float(posterior.temperature)}

@@ -3,7 +3,7 @@
 Splits of a segmentation store metrics, means per image and a few maps instead of pixels.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,7 +19,6 @@ from dissensus.bench.run.run_folder import write_attacked, write_counts, write_p
 from dissensus.bench.setting_checks import name_list
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
-from dissensus.data import Batches
 from dissensus.data.input_transforms import Standardiser
 from dissensus.data.segmentation import VOID
 from dissensus.engine.prediction_loop import FixedDraw
@@ -137,7 +136,6 @@ def evaluation_of_pixels(
     return complete_evaluation(found, corrupted, {}, temperature, storage, milliseconds)
 
 
-Loader = Callable[[TaskRows], Batches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 CALIBRATION = "calibration"  # held-out test rows
 ATTACK = "attack"
@@ -191,21 +189,14 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     )
 
 
-def split_writer(
-    split: str,
-    config: RunConfig,
-    data: TaskData,
-    functions: FixedDraw,
-    loader: Loader,
-    tell: Callable[[str], object],
-    folders: Sequence[Path] = (),
-) -> Callable[[Path], None]:
-    """Runs the functions on one split now; returns a function that writes their predictions to a file."""
+def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str], object]) -> Callable[[Path], None]:
+    """Runs the functions of a `Run` on one split now; returns a function that writes their predictions to a file."""
+    config, data, loader = run.config, run.data, run.loader
     spec = corruptions(config, split) if split in (CORRUPT, CHOOSE) else None
     if spec is not None:
         rows = data.test if split == CORRUPT else data.validation
         if split == CORRUPT and (place := config.evaluation.get("corrupt_files")):
-            spec = replace(spec, files=find_file(place, folders, "evaluation.corrupt_files = "))
+            spec = replace(spec, files=find_file(place, run.folders, "evaluation.corrupt_files = "))
         else:
             rows = rows.sample(config.evaluation.get("corrupt_rows"), seed=0)
         about = f"{len(spec.types)} corruptions × {len(spec.severities)} severities of {len(rows.y)} inputs"

@@ -346,9 +346,7 @@ class Run:
         posterior.mesh = torchrun_ranks.mesh() if self.is_shared else None
         with self._threads(), draw_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
-                write = prediction_splits.split_writer(
-                    split, self.config, self.data, functions, self.loader, tell, self.folders
-                )
+                write = prediction_splits.split_writer(split, self, functions, tell)
                 if self.is_writer:
                     write(path)
         self.wait_until_written()
@@ -357,10 +355,9 @@ class Run:
         """The run's Evaluation; unless stored, it is computed from the files of `predict`, and stored."""
         if not all((self.folder / name).is_file() for name in ("metrics.json", "arrays.safetensors")):
             if self.is_writer:
-                about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
                 # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the predictions.
                 calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
-                found = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
+                found = evaluation_of_run(self, self._splits(), self.posterior(), self._comparison_batches, calibrated)
                 run_folder.write_evaluation(self.folder, found)
             self.wait_until_written()
         return run_folder.read_evaluation(self.folder)

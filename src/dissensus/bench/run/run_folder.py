@@ -25,7 +25,7 @@ from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.evaluation.robustness_curves import AttackedInputs, CorruptedCounts
 from dissensus.storage.atomic_files import read_json, read_tensors, write_json, write_tensors
 from dissensus.storage.folder import is_posterior
-from dissensus.utils.file_errors import damage_error
+from dissensus.utils.file_errors import damage_error, read_errors
 from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
@@ -131,7 +131,7 @@ def write_predictions(path: Path, predictions: Predictions) -> None:
 
 def read_predictions(path: Path) -> Predictions:
     tensors, facts = read_tensors(path)
-    try:
+    with read_errors(path):
         predictive: Predictive
         if facts["kind"] == "ClassificationPredictive":
             predictive = ClassificationPredictive(tensors["log_probabilities"])
@@ -146,8 +146,6 @@ def read_predictions(path: Path) -> Predictions:
             milliseconds=facts["milliseconds"],
             networks=facts["networks"],
         )
-    except Exception as error:  # a tensor or fact is missing, or has another shape or type
-        raise damage_error(path, f"without {error}") from error
 
 
 def write_counts(path: Path, counts: CorruptedCounts) -> None:
@@ -158,12 +156,10 @@ def write_counts(path: Path, counts: CorruptedCounts) -> None:
 
 def read_counts(path: Path) -> CorruptedCounts:
     tensors, facts = read_tensors(path)
-    try:
+    with read_errors(path):
         sums: dict[str, Any] = {name: tensors[name] for name in COUNTS}
         sums["promised"] = {n.removeprefix(PROMISED): each for n, each in tensors.items() if n.startswith(PROMISED)}
         return CorruptedCounts(types=tuple(facts["types"]), severities=tuple(facts["severities"]), **sums)
-    except (KeyError, TypeError) as error:
-        raise damage_error(path, f"without {error}") from error
 
 
 def write_attacked(path: Path, attacked: AttackedInputs) -> None:
@@ -173,10 +169,8 @@ def write_attacked(path: Path, attacked: AttackedInputs) -> None:
 
 def read_attacked(path: Path) -> AttackedInputs:
     tensors, facts = read_tensors(path)
-    try:
+    with read_errors(path):
         return AttackedInputs(tuple(facts["names"]), tuple(facts["epsilons"]), tensors.pop("values"), tensors)
-    except (KeyError, TypeError) as error:
-        raise damage_error(path, f"without {error}") from error
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
@@ -193,13 +187,11 @@ def read_evaluation(folder: Path) -> Evaluation:
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
     if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
         raise damage_error(folder / "arrays.safetensors", "without test/nll")
-    try:
+    with read_errors(path):
         names = ("ood", "shift", "corruptions", "severities")
         several: dict[str, Any] = {name: tuple(facts.pop(name)) for name in names}
         notes = facts.pop("notes") | read_warnings(folder)
         return Evaluation(arrays=arrays | read_history(folder), notes=notes, **several, **facts)
-    except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
-        raise damage_error(path, f"without {error}") from error
 
 
 def read_history(folder: Path) -> dict[str, Tensor]:

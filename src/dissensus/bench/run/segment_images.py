@@ -14,7 +14,7 @@ from dissensus.bench.run.run import Run
 from dissensus.data.input_transforms import Standardiser
 from dissensus.predict import predict_image
 from dissensus.storage.atomic_files import read_json
-from dissensus.utils.file_errors import damage_error, read_errors
+from dissensus.utils.file_errors import read_errors
 
 
 def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | None = None) -> Iterator[Path]:
@@ -59,11 +59,9 @@ def _segmentation_facts(run: Run) -> tuple[list[str], Standardiser]:
         got = "one that is not trained" if not run.is_trained else f"a {run.kind}"
         raise ValueError(f"expected a trained run of a segmentation, got {got} in {run.folder}; train one first")
     facts = read_json(run.folder / "training.json")
-    try:
+    with read_errors(run.folder / "training.json"):
         mean, std = (torch.tensor(facts[name], dtype=torch.float64) for name in ("mean", "std"))
         return facts["classes"], Standardiser(mean, std)
-    except (KeyError, TypeError) as error:
-        raise damage_error(run.folder / "training.json", f"without {error}") from error
 
 
 def read_picture(path: Path) -> Any:

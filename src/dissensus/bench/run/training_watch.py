@@ -19,7 +19,7 @@ from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
 from dissensus.storage.atomic_files import write_text
 from dissensus.training.history import Epoch
-from dissensus.utils.file_errors import damage_error
+from dissensus.utils.file_errors import read_errors
 
 DISTANCES = "distances.jsonl"
 DISTANCE_ROWS = 500  # training rows at which members are compared
@@ -56,11 +56,9 @@ def read_measurements(path: Path, names: Sequence[str]) -> dict[int, dict[str, f
     whole, _, _ = path.read_bytes().decode(errors="replace").rpartition("\n")
     found = {}
     for line in whole.splitlines():
-        try:
+        with read_errors(path):
             entry = json.loads(line)
             found[int(entry["epochs"])] = {name: float(entry[name]) for name in names}
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            raise damage_error(path, error) from error
     return dict(sorted(found.items()))
 
 

@@ -20,7 +20,7 @@ from dissensus.core.likelihood import HeteroscedasticRegression, Regression
 from dissensus.engine.prediction_loop import PredictionPrecision
 from dissensus.methods import METHODS
 from dissensus.utils.checks import one_of
-from dissensus.utils.file_errors import damage_error
+from dissensus.utils.file_errors import read_errors
 
 SIZES = ("smoke", "short", "paper")
 REAL = (Regression, HeteroscedasticRegression)  # likelihoods of values
@@ -177,10 +177,8 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
 
 def run_config_from_table(table: Settings, where: str) -> RunConfig:
     """The RunConfig of a table read from a file; raises if a value is missing or has another type."""
-    try:
+    with read_errors(where):  # a missing or unknown key
         config = RunConfig(**table)
-    except TypeError as error:  # a missing or unknown key
-        raise damage_error(Path(where), error) from error
     for key, annotation in schema.parameter_fields(RunConfig).items():
         schema.check_value(f"{where}: {key}", getattr(config, key), annotation)
     sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
