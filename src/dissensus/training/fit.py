@@ -91,7 +91,8 @@ def fit(
         accumulate: batches per optimiser step; their gradients are averaged.
         patience: epochs without a better validation score after which training stops; None never stops early.
         precision: "auto" is bf16 on GPUs that support it, else float32.
-        engine: how members run: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
+        engine: how members run: "auto" (plainly, and faster once that pays), or words of loop, vectorised, streamed,
+            compiled, captured joined by "+".
         device: device to train on; None is the GPU if there is one.
         callback: a function or a list of them (`integrations.loggers`), called with each `Epoch`; true stops training.
         on_step: the same for each `TrainingStep` of the optimiser. A GPU is waited for only if a value is read.

@@ -79,7 +79,7 @@ class History(ListedAttributes):
     Args:
         epochs: a list of `Epoch`.
         best: the `Epoch` kept by validation; None if none was chosen.
-        engine: how members ran, as in `fit(engine=...)`.
+        engine: how members ran at the end, as in `fit(engine=...)`, and since which batch, with the seconds that decided it.
         memory: the expected memory of training, in bytes.
         drawing: seconds spent at the end to draw and store functions.
     """
