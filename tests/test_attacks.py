@@ -89,8 +89,7 @@ def test_the_way_up_is_known_where_probabilities_round_to_one():
     aim = AttackObjective(single, x, y, draw="fixed", targeted=False, at_once=1000)
     exact = AttackObjective(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
     assert torch.equal(aim.evaluate(x).direction.sign(), exact.evaluate(x.double()).direction.float().sign())
-    found = attacks.pgd(single, x, y, 0.5)
-    assert found.success[sure].any()
+    assert attacks.pgd(single, x, y, 0.5).success[sure].any()
 
 
 def test_fgsm_of_a_linear_softmax_is_the_closed_form():
@@ -226,8 +225,7 @@ def test_memory_holds_so_many_pairs_of_member_and_input():
             return super().forward(x)
 
     x, y = tiny.points(20)
-    posterior = ensemble("loop", net=lambda: Counting(4, 3))
-    attacks.pgd(posterior, x, y, 0.1, steps=2, at_once=9, **FREE)
+    attacks.pgd(ensemble("loop", net=lambda: Counting(4, 3)), x, y, 0.1, steps=2, at_once=9, **FREE)
     assert max(seen[1:]) == 3  # of 3 members; the first is a look at the shape of outputs
     assert seen[1:].count(3) == 3 * 3 * 6
 
@@ -531,8 +529,7 @@ def test_the_task_runs_and_its_page_shows_attacks_and_fooling_inputs(tmp_path):
     row = re.search(r"\| pgd, ε = 0.1 \|(.*)\|", text)
     assert row is not None
     assert len(row[1].split("|")) == 2
-    again = Run.open(tmp_path / "map-seed0")
-    assert again.evaluate().metrics == results.methods["map"][0].metrics
+    assert Run.open(tmp_path / "map-seed0").evaluate().metrics == results.methods["map"][0].metrics
 
 
 @pytest.mark.parametrize(("override", "said"), [

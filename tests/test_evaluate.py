@@ -269,8 +269,7 @@ def test_named_sets_of_corruptions():
 def test_extreme_examples_are_those_of_a_full_sort():
     posterior, (x, y) = ensemble(inputs=256), images(40)
     result = evaluate(posterior, Batches(x, y, batch_size=7))
-    score = result.arrays["test/score/max_probability"]
-    order = score.argsort()
+    order = result.arrays["test/score/max_probability"].argsort()
     wrong = [i for i in order.tolist() if not result.arrays["test/correct"][i]]
     assert result.arrays["examples/most/index"].tolist() == order[:8].tolist()
     assert result.arrays["examples/least/index"].tolist() == order.flip(0)[:8].tolist()

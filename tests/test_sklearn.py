@@ -174,8 +174,7 @@ def test_held_out_rows_do_not_leak():
     assert sorted([*train, *held, *last]) == list(range(100))
     x, y = houses(400)
     fitted = Regressor(**SMALL | {"epochs": 2, "validation": 0.5}).fit(x, y)
-    mean = fitted.encoder_.columns[0].mean
-    assert mean != pytest.approx(float(x["size"].mean()), rel=1e-6)
+    assert fitted.encoder_.columns[0].mean != pytest.approx(float(x["size"].mean()), rel=1e-6)
     assert float(fitted.scale_.mean) != pytest.approx(float(y.mean()), rel=1e-6)
 
 

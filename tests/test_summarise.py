@@ -32,8 +32,7 @@ def test_a_summary_equals_the_kept_prediction(ensemble: ds.DeepEnsemble) -> None
     kept = ds.predict(ensemble, loader)
     y = kept.targets
     summary = ds.summarise(ensemble, loader)
-    same = summary.targets
-    assert torch.equal(y, same)
+    assert torch.equal(y, summary.targets)
     for name in ("mean", "aleatoric", "epistemic", "total", "confidence"):
         torch.testing.assert_close(getattr(summary, name), getattr(kept, name), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(summary.log_prob(y), kept.log_prob(y), rtol=1e-12, atol=1e-12)

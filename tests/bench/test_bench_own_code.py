@@ -211,8 +211,7 @@ def test_a_method_that_is_no_name_of_ours_is_offered_no_far_one():
 def test_a_watched_training_is_not_shared_with_an_own_loss(mine, tmp_path):
     from dissensus.bench.run.shared_training import can_share_training
 
-    path = tmp_path / f"{mine}.py"
-    path.write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)"))
+    (tmp_path / f"{mine}.py").write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)"))
     sets = ["training.together=true", "training.keep_best=false", "training.epochs=2"]
     task = load_task(str(tmp_path / "task.toml"), overrides=sets)
     assert can_share_training(run_config(task, "map", 0))
@@ -398,8 +397,7 @@ samples = 2
 
 
 def test_a_task_runs_with_a_network_of_ones_own_and_its_posteriors_load(module, tmp_path):
-    own = task(f"{module}:Own", "network.hidden=5")
-    results, _ = bench(own, out=tmp_path / "runs")
+    results, _ = bench(task(f"{module}:Own", "network.hidden=5"), out=tmp_path / "runs")
     assert set(results.methods) == {"map", "node_bnn", "deep_ensemble"}
     folder = tmp_path / "runs" / "node_bnn-seed0"
     loaded = Run.open(folder).posterior()

@@ -106,8 +106,7 @@ def test_an_empty_bin_leaves_probabilities_as_they_are():
     mean = raw_mean(posterior, x)
     outer = ((mean < 0.2) | (mean > 0.8)).all(1)
     ds.calibrate(posterior, [(x[outer], y[outer])], "histogram")
-    values = posterior.calibration.value
-    assert values[:, 4:11].isnan().all()
+    assert posterior.calibration.value[:, 4:11].isnan().all()
     inner = mean[((mean > 0.3) & (mean < 0.7)).sum(1) == 2]  # at least two classes in empty bins
     found = posterior.calibration.one_against_rest(inner.T).T
     kept = (inner > 0.3) & (inner < 0.7)
@@ -397,8 +396,7 @@ def test_a_recalibrated_distribution_is_one(outputs):
     for q in (0.01, 0.3, 0.95):
         torch.testing.assert_close(after.cdf(after.quantile(q)), torch.full_like(at, q), rtol=0, atol=1e-9)
     samples = after.sample(2000, generator=torch.Generator().manual_seed(0))
-    error = 4 * (after.total / 2000).sqrt()
-    assert ((samples.mean(0) - after.mean).abs() < error).all()
+    assert ((samples.mean(0) - after.mean).abs() < (4 * (after.total / 2000).sqrt())).all()
     assert (after.aleatoric >= 0).all()
     # new rows: 1,000 of them, a binomial's three standard errors for each of them and of the calibration rows
     new = posterior.predict(x[1000:])
@@ -450,8 +448,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     levels = (torch.arange(20, dtype=F64) + 0.5) / 20
     crps = torch.stack([ds.metrics.pinball_loss(after.quantile(float(u)), y, level=float(u)) for u in levels])
     assert metrics["crps"] == pytest.approx(2 * float(crps.mean()), rel=0.03)
-    summary = ds.summarise(posterior, [(x, y)])
-    assert abs(float(summary.mean.mean() - after.mean.mean())) < 0.01
+    assert abs(float(ds.summarise(posterior, [(x, y)]).mean.mean() - after.mean.mean())) < 0.01
 
 
 @pytest.mark.parametrize(("noise", "dtype"), thinned([0.06, 0.006], [torch.float32, F64], every=2))

@@ -20,6 +20,7 @@ from dissensus.core.gradients import Gradients, compute_gradients, looped_gradie
 from dissensus.engine import strategies
 from dissensus.engine.training_step import EagerStep
 from dissensus.utils.tensor_tree import OwnTensors
+from refusals import refuses
 
 
 class Coupled(ds.DeepEnsemble):
@@ -465,8 +466,7 @@ def test_a_forward_that_assigns_parameters_leaves_the_callers_in_place():
 
 
 def test_a_network_of_which_nothing_is_trained_has_no_gradients():
-    posterior = ds.MAP(made("plain").requires_grad_(False))
-    found = gradients.looped_gradients(posterior, Batch(X, Y))
+    found = gradients.looped_gradients(ds.MAP(made("plain").requires_grad_(False)), Batch(X, Y))
     assert found.losses.shape == (1,)
     assert not found.gradients
 
@@ -477,8 +477,7 @@ def test_a_loss_of_many_numbers_is_refused():
             value, z, buffers = super().member_loss(params, buffers, batch)
             return value.expand(3), z, buffers
 
-    with pytest.raises(RuntimeError, match="scalar outputs"):
-        gradients.looped_gradients(Many(made("plain")), Batch(X, Y))
+    refuses(lambda: gradients.looped_gradients(Many(made("plain")), Batch(X, Y)), "scalar outputs", RuntimeError)
 
 
 def test_other_tensors_than_its_own_are_put_in_place():

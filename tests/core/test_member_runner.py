@@ -378,8 +378,7 @@ def normed() -> nn.Module:
 )
 def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
     posterior = make().train()
-    frozen = posterior.particles.templates[0].network[1]
-    frozen.training = False
+    posterior.particles.templates[0].network[1].training = False
     parts = [*posterior.modules(), *posterior.particles.templates[0].modules()]
     before = [part.training for part in parts]
     with inference_context(posterior):

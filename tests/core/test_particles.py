@@ -280,8 +280,7 @@ def test_members_drop_different_units(how):
     def make() -> nn.Module:
         return nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 3, bias=False))
 
-    networks = [make() for _ in range(3)]
-    posterior = ds.DeepEnsemble(networks)
+    posterior = ds.DeepEnsemble([make() for _ in range(3)])
     posterior.particles.how = how
     with torch.no_grad():
         for parameter in posterior.parameters():
@@ -314,8 +313,7 @@ def test_tied_weights_stay_tied(tmp_path):
 
 
 def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
-    network = Tied().to(torch.float64)
-    posterior = ds.MAP(network)
+    posterior = ds.MAP(Tied().to(torch.float64))
     assert len(list(posterior.parameters())) == 3
     member = posterior.member(0)
     assert member.encode.weight is member.decode.weight

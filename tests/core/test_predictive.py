@@ -43,8 +43,7 @@ def test_entropies_split_as_brute_force_says():
 
 
 def test_members_that_agree_have_no_epistemic_uncertainty():
-    row = torch.randn(6, 4).log_softmax(1)
-    predictive = ds.ClassificationPredictive(row.expand(5, 6, 4))
+    predictive = ds.ClassificationPredictive(torch.randn(6, 4).log_softmax(1).expand(5, 6, 4))
     assert float(predictive.epistemic.abs().max()) < 1e-7
     assert bool((predictive.epistemic >= 0).all())
 
@@ -266,8 +265,7 @@ def test_parts_make_the_whole(make):
     assert len(list(predictive)) == n
     with pytest.raises(IndexError):
         predictive[n]
-    moved = predictive.to("cpu")
-    assert torch.equal(moved.member_means, predictive.member_means)
+    assert torch.equal(predictive.to("cpu").member_means, predictive.member_means)
     assert f"members={predictive.member_means.shape[0]}" in repr(predictive)
 
 

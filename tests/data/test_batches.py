@@ -155,8 +155,7 @@ def test_crops_and_flips_are_uniform() -> None:
 
 
 def test_cutout_blanks_one_square_that_may_reach_over_the_edge() -> None:
-    images = torch.ones(500, 2, 10, 10)
-    out = Augmentation(padding=0, flip=False, cutout=4, seed=2)(images)
+    out = Augmentation(padding=0, flip=False, cutout=4, seed=2)(torch.ones(500, 2, 10, 10))
     holes = out[:, 0] == 0
     assert torch.equal(holes, out[:, 1] == 0)
     sizes = holes.sum((1, 2))

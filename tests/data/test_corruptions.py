@@ -177,8 +177,7 @@ def test_an_empty_batch_comes_back_empty() -> None:
 def test_black_and_white_images_stay_finite(name: str, level: int) -> None:
     images = torch.full((3, 3, 32, 32), level, dtype=torch.uint8)
     for severity in SEVERITIES:
-        floating = corrupt(images / 255.0, name, severity)
-        assert floating.isfinite().all()
+        assert corrupt(images / 255.0, name, severity).isfinite().all()
     if name in (
         "defocus_blur",
         "gaussian_blur",

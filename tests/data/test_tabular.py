@@ -268,8 +268,7 @@ def test_one_column_is_not_spread_over_several():
 
 
 def test_columns_of_a_frame_keep_their_order():
-    pd = pytest.importorskip("pandas")
-    frame = pd.DataFrame({"age": [20.0, 30, 40], "pay": [1e3, 2e3, 5e3]})
+    frame = pytest.importorskip("pandas").DataFrame({"age": [20.0, 30, 40], "pay": [1e3, 2e3, 5e3]})
     scale = Standardiser.of_rows(frame)
     for apply in (scale, as_input_transform(scale), RowInputs(**as_input_transform(scale).config())):
         with pytest.raises(

@@ -201,8 +201,7 @@ def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_to
     cut_encoder, _ = tripled(encoder)
     slow = cut_encoder(x, src_key_padding_mask=padding)
     with torch.no_grad():
-        fast = cut_encoder(x, src_key_padding_mask=padding)
-        torch.testing.assert_close(fast, slow)
+        torch.testing.assert_close(cut_encoder(x, src_key_padding_mask=padding), slow)
         again = fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
     torch.testing.assert_close(again[~padding], slow.detach()[~padding])
     assert vars(cut_encoder).keys() == vars(encoder).keys()
@@ -535,5 +534,4 @@ class Wrapper(nn.Module):
 
 
 def test_a_layer_that_has_only_the_name_is_not_taken_for_one():
-    named = type("Conv1D", (Wrapper,), {})()
-    assert list(convertible_copy(nn.Sequential(named))[1]) == ["0.conv"]
+    assert list(convertible_copy(nn.Sequential(type("Conv1D", (Wrapper,), {})()))[1]) == ["0.conv"]

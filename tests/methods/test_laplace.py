@@ -139,8 +139,7 @@ def memorised():
 
 def score(posterior, loader):
     predictive = ds.predict(posterior, loader)
-    y = predictive.targets
-    return float(predictive.log_prob(y).mean())
+    return float(predictive.log_prob(predictive.targets).mean())
 
 
 def test_a_fit_that_makes_its_own_rows_unlikely_says_so_with_the_numbers(caplog):
@@ -358,8 +357,7 @@ def test_the_network_below_the_last_layer_runs_once_for_all_samples():
     posterior.network[0].register_forward_hook(lambda *_: calls.append(1))
     drawn = Laplace(posterior.network, samples=50).fit_posthoc([tiny.points()]).draw()
     calls.clear()
-    outputs = drawn(tiny.points()[0])
-    assert outputs.shape == (50, 12, 3)
+    assert drawn(tiny.points()[0]).shape == (50, 12, 3)
     assert len(calls) == 1
     assert drawn.particles.how == "vectorised"  # and did not fall back
 

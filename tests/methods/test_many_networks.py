@@ -210,8 +210,7 @@ def test_every_watcher_composes_with_every_base_except_laplace_with_shared_weigh
     if watcher == "Laplace" and base in ("BatchEnsemble", "DropoutEnsemble"):
         refuses(lambda: build(), "expected an ordinary last layer for Laplace")
         return
-    run = fitted(build())
-    posterior = run.watchers[0]
+    posterior = fitted(build()).watchers[0]
     predicted = posterior.predict(X).member_means
     assert len(predicted) == (1 if base == "a network" else 3) * (1 if watcher == "SWA" else 2)
     saved = posterior
@@ -425,8 +424,7 @@ def test_one_network_and_one_likelihood_for_all():
 
 def test_the_run_itself_predicts_what_the_network_says():
     module, (x, _) = tiny.mlp().double(), tiny.points()
-    run = track(module, [TRADI]).eval()
-    torch.testing.assert_close(run(x)[0], module(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(track(module, [TRADI]).eval()(x)[0], module(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

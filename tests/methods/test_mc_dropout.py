@@ -66,8 +66,7 @@ def test_a_module_used_twice_and_two_modules_drop_different_units(network):
 def test_channelwise_dropout_drops_whole_channels(layer):
     kept = masks(layer(0.5), samples=4, shape=(2, 300, 3, 3))
     assert torch.equal(kept, kept[..., :1, :1].expand_as(kept))
-    low = kept.unique()[0]
-    frequency = float((kept[:, 0, :, 0, 0] == low).double().mean())
+    frequency = float((kept[:, 0, :, 0, 0] == kept.unique()[0]).double().mean())
     assert abs(frequency - 0.5) < 4 * math.sqrt(0.25 / 1200)
 
 
@@ -234,8 +233,7 @@ def test_dropout_that_forward_never_calls_is_an_error():
 
 def test_refresh_stores_the_draw(tmp_path):
     posterior, x = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()[0]
-    free = posterior.eval()(x)
-    assert not torch.equal(posterior(x), free)
+    assert not torch.equal(posterior(x), posterior.eval()(x))
     ds.refresh(posterior, [])
     stored = posterior(x)
     torch.rand(17)
@@ -362,8 +360,7 @@ def test_layers_choose_where_is_dropped(tmp_path):
     assert [*some.sites] == ["layer.dropout1", "layer.self_attn"]
     ds.save(some, tmp_path)
     assert ds.load(tmp_path, network).sites == some.sites
-    inserted = ds.MCDropout(tiny.mlp(), rate=0.2, layers=["3"])
-    assert inserted.sites == {"3": 0.2}
+    assert ds.MCDropout(tiny.mlp(), rate=0.2, layers=["3"]).sites == {"3": 0.2}
     refuses(
         lambda: ds.MCDropout(network, layers=["tail"]), "got tail, which match no layer; the network has layer.dropout"
     )

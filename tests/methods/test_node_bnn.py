@@ -568,8 +568,7 @@ def test_components_far_apart_earn_log_k_and_equal_ones_nothing():
 
 
 def test_bounding_every_layer_alone_counts_log_k_once_for_each_and_is_the_sum_over_layers():
-    generator = torch.Generator().manual_seed(2)
-    mean, std = random_mixture(generator, components=3, latents=7)
+    mean, std = random_mixture(torch.Generator().manual_seed(2), components=3, latents=7)
     layers = zip(mean.split([2, 4, 1], 1), std.split([2, 4, 1], 1), strict=True)
     expected = sum(entropy_bound(m, s) for m, s in layers)
     torch.testing.assert_close(entropy_bound(mean, std, widths=[2, 4, 1]), expected, rtol=0, atol=1e-12)
@@ -599,8 +598,7 @@ def test_the_surrogate_is_the_kl_of_the_average_of_the_components():
 
 def test_the_cross_entropy_is_the_mean_of_the_log_prior_under_the_mixture():
     torch.manual_seed(4)
-    z = mixture(MEAN, STD).sample((100_000,))
-    log_p = Normal(1.0, 0.3).log_prob(z).sum(1)
+    log_p = Normal(1.0, 0.3).log_prob(mixture(MEAN, STD).sample((100_000,))).sum(1)
     error = float(log_p.std()) / len(log_p) ** 0.5
     assert float(cross_entropy(MEAN, STD, 0.3)) == pytest.approx(-float(log_p.mean()), abs=4 * error)
 
@@ -664,8 +662,7 @@ def test_latents_are_drawn_from_their_law(family):
     law = LAWS[family](posterior.mean[0].detach(), posterior.std[0].detach())
     shares = torch.stack([(latents <= law.icdf(torch.tensor(q))).double().mean(0) for q in (0.1, 0.5, 0.9)])
     expected = torch.tensor([[0.1], [0.5], [0.9]], dtype=torch.float64)
-    error = (expected * (1 - expected) / 20_000).sqrt()
-    assert bool(((shares - expected).abs() < 5 * error).all())
+    assert bool(((shares - expected).abs() < 5 * (expected * (1 - expected) / 20_000).sqrt()).all())
     assert bool(cauchy_noise(1_000_000, dtype=torch.float32, device="cpu").isfinite().all())
 
 
@@ -741,8 +738,7 @@ def test_what_is_saved_is_loaded_with_its_family_and_start(tmp_path):
     ],
 )
 def test_settings_that_make_no_sense_are_clear_errors(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        build_rank_one(**keywords)
+    refuses(lambda: build_rank_one(**keywords), message)
 
 
 def test_training_that_ruins_the_network_it_started_from_is_said_with_the_numbers(caplog):

@@ -93,8 +93,7 @@ def test_the_weight_space_update_is_the_autograd_of_the_loss():
             params[name] = row[start : start + parameter.numel()].reshape(parameter.shape)
             start += parameter.numel()
         total = total + nn.functional.cross_entropy(torch.func.functional_call(nets[0], params, (x,)), y)
-        squared = (row - w.detach()).square().sum(1)
-        total = total + torch.logsumexp(-squared / (2 * h), dim=0) / 50
+        total = total + torch.logsumexp(-(row - w.detach()).square().sum(1) / (2 * h), dim=0) / 50
     (expected,) = torch.autograd.grad(total, w)
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
@@ -253,8 +252,7 @@ def test_the_feature_space_update_is_that_of_the_paper(weighting):
     basis = v[:2]  # principal directions of the slopes
     points = torch.stack([root * f for f in features]).flatten(1)
     p = (points @ basis.T).detach().requires_grad_()
-    squared = torch.cdist(p.detach(), p.detach()).square()
-    h = squared.quantile(0.5, dim=1) / math.log(4)
+    h = torch.cdist(p.detach(), p.detach()).square().quantile(0.5, dim=1) / math.log(4)
     log_q = torch.logsumexp(-(p[:, None] - p.detach()[None]).square().sum(2) / h[:, None], dim=1).sum()
     lifted = (torch.autograd.grad(log_q, p)[0] @ basis).reshape(4, 12, 6).detach()
     total = torch.zeros((), dtype=torch.float64)
@@ -338,8 +336,7 @@ def test_the_strength_of_feature_repulsion_is_that_of_forde():
         torch.testing.assert_close(forces(**keywords), c * unit, rtol=0, atol=1e-12)
     # A weight of two is the example twice, unless the batch is named; no weight moves nobody.
     two = torch.full((12,), 2.0, dtype=torch.float64)
-    twice = FeatureRDE(nets, layer="1", head="2")
-    doubled = feature_forces(twice, x.repeat(2, 1), y.repeat(2))
+    doubled = feature_forces(FeatureRDE(nets, layer="1", head="2"), x.repeat(2, 1), y.repeat(2))
     torch.testing.assert_close(forces(two), doubled, rtol=0, atol=1e-9)
     assert float(forces(torch.zeros(12, dtype=torch.float64)).abs().max()) == 0
     gathered, large = FeatureRDE(nets, layer="1", head="2"), FeatureRDE(nets, layer="1", head="2", batch_size=36)

@@ -102,8 +102,7 @@ def watched(optimizer="adam", *, steps=25, groups=None, schedule=None, accumulat
     posterior, (x, y) = TRADI(module, **keywords), tiny.points(24)
     x = x.to(dtype)
     rates: dict[int, float] = {}
-    build = OPTIMIZERS[optimizer]
-    optimiser = build(groups(module) if groups else module.parameters())
+    optimiser = OPTIMIZERS[optimizer](groups(module) if groups else module.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, schedule) if schedule else None
     q_mean, q_variance = keywords.get("state_noise", (1e-4, 5e-5))
     r_mean, r_variance = keywords.get("measurement_noise", (10.0, 10.0))
@@ -406,8 +405,7 @@ def test_samples_have_the_covariance_of_the_paper(covariance, bandwidth):
 
 def test_released_phases_differ_from_weight_to_weight():
     """One feature, one m for all: given m the values are √2 m cos φ with independent φ, so E x⁴ / (E x²)² = 3/2."""
-    n = 60_000
-    ones = torch.ones(n, dtype=torch.float64)
+    ones = torch.ones(60_000, dtype=torch.float64)
     x = (sampled("released", weights=0 * ones, deviations=ones, samples=1, features=1) - 1).flatten()
     assert float((x**4).mean() / (x**2).mean() ** 2) == pytest.approx(1.5, abs=0.05)
     shared = sampled("shared", weights=0 * ones, deviations=ones, samples=1, features=1)
@@ -652,7 +650,6 @@ def test_the_variance_is_that_of_a_network_that_still_moves():
 
 def test_methods_without_looks_are_judged_as_ever():
     torch.manual_seed(0)
-    posterior = ds.MAP(network().double())
-    history = fitted(posterior)
+    history = fitted(ds.MAP(network().double()))
     assert all(epoch.look is None for epoch in history.epochs)
     assert history.best is min(history.epochs, key=lambda epoch: epoch.validation)

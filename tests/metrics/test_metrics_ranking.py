@@ -58,8 +58,7 @@ def test_curves_equal_scikit_learn(ties):
     pair = scores(ties=ties)
     truth, score = labels_and_scores(*pair)
     fpr, tpr, thresholds = sklearn.metrics.roc_curve(truth, score, drop_intermediate=False)
-    roc = metrics.roc_curve(*pair)
-    for ours, theirs in zip(roc, (fpr, tpr, thresholds), strict=True):
+    for ours, theirs in zip(metrics.roc_curve(*pair), (fpr, tpr, thresholds), strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
     precision, recall, thresholds = sklearn.metrics.precision_recall_curve(truth, score)
     curve = metrics.precision_recall_curve(*pair)
@@ -248,8 +247,7 @@ def test_mutual_information_is_the_entropy_of_the_mixture_less_that_of_the_membe
 
 
 def test_mutual_information_of_equal_members_is_zero_and_of_opposed_ones_log_m():
-    same = members(m=1).expand(3, -1, -1)
-    assert metrics.mutual_information_score(same).abs().max() < 1e-15
+    assert metrics.mutual_information_score(members(m=1).expand(3, -1, -1)).abs().max() < 1e-15
     opposed = torch.eye(3).log().unsqueeze(1)  # three members, each sure of its own class
     assert metrics.mutual_information_score(opposed).item() == pytest.approx(math.log(3), abs=1e-14)
 
@@ -288,8 +286,7 @@ def test_pixels_keep_their_places():
 
 
 def test_energy_refuses_a_temperature_of_zero():
-    with pytest.raises(ValueError, match="expected temperature above 0"):
-        metrics.energy_score(torch.zeros(2, 3), temperature=0.0)
+    refuses(lambda: metrics.energy_score(torch.zeros(2, 3), temperature=0.0), "expected temperature above 0")
 
 
 # --------------------------------------------------------------------------------------------------- risk and coverage

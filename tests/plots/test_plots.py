@@ -27,8 +27,7 @@ def drawn(figure) -> Figure:
 
 def line_of(figure: Figure, label: str):
     """(x, y) of the curve with this name."""
-    axes = figure.axes[0]
-    handle = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))[label]
+    handle = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))[label]
     return handle.lines[0].get_data()
 
 
@@ -49,8 +48,7 @@ def test_bands_are_the_mean_and_the_interval_of_the_mixture_in_order_of_x():
     figure = drawn(predictive.plot(x, seen=(x, x)))
     at, mean = line_of(figure, "mean, 90 % interval")
     assert np.array_equal(at, np.arange(20))
-    order = x[:, 0].argsort()
-    assert np.allclose(mean, predictive.mean[order, 0])
+    assert np.allclose(mean, predictive.mean[x[:, 0].argsort(), 0])
     (band,) = figure.axes[0].collections
     ends = band.get_paths()[0].get_extents()
     lower, upper = predictive.interval(0.9)
@@ -286,8 +284,7 @@ def test_methods_share_their_scales():
 
 
 def test_a_band_is_three_standard_deviations_about_the_mean():
-    figure = bands(1)
-    path = figure.axes[0].collections[0].get_paths()[0].vertices
+    path = bands(1).axes[0].collections[0].get_paths()[0].vertices
     where = np.linspace(-10, 10, 51)
     members = np.stack([np.sin(where + i) for i in range(4)])
     mean, sd = members.mean(0), members.std(0)

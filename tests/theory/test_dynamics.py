@@ -47,8 +47,7 @@ def test_modes_are_descent_on_the_whole_kernel(gamma, descent):
         if step % fine == 0:
             seen[step // fine] = at_points
     for row, when in zip(found, (0, 7, steps), strict=True):
-        tolerance = 1e-10 if descent == "steps" else 1e-2
-        assert torch.allclose(row.flatten(), seen[when], atol=tolerance)
+        assert torch.allclose(row.flatten(), seen[when], atol=1e-10 if descent == "steps" else 1e-2)
 
 
 def test_the_largest_rate_is_where_descent_turns():

@@ -125,8 +125,7 @@ def test_a_positive_mean_ties_members_under_the_theorems_conditions_and_not_outs
         assert (kernels.common_cross[positive] > 0).all()
         assert (kernels.gp_cross > (0 if depth > 1 else -1e-12)).all()
     # Outside: opposite inputs at one hidden layer have covariance 0; at x·x' < 0 the tangent kernel may be negative.
-    opposite = given(x[:1], -x[:1], depth=1)
-    assert opposite.gp_cross.item() == pytest.approx(0, abs=1e-12)
+    assert given(x[:1], -x[:1], depth=1).gp_cross.item() == pytest.approx(0, abs=1e-12)
     obtuse = torch.tensor([[1.0, 0.0], [-0.9, 0.3]], dtype=torch.float64)
     assert given(obtuse[:1], obtuse[1:], depth=1).common_cross.item() < 0
     # erf is odd, so not of the theorem's class: with symmetric v members are independent though U₁ = 1.

@@ -28,8 +28,7 @@ def ensemble(
 
 
 def inputs(n=16, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 10, generator=generator, dtype=torch.float64)
+    return torch.randn(n, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def whole_kernel(posterior, x):

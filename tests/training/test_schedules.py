@@ -85,8 +85,7 @@ def test_the_default_schedule_of_a_run_that_is_made_longer_is_that_of_the_longer
         return [epoch.lr for epoch in history.epochs]
 
     short = rates(4, tmp_path / "c.pt")
-    longer = rates(8, tmp_path / "c.pt")
-    assert longer == short + rates(8)[4:]
+    assert rates(8, tmp_path / "c.pt") == short + rates(8)[4:]
 
 
 def test_a_step_after_several_batches_counts_once():
@@ -101,8 +100,7 @@ def network():
 
 
 def loader(seed=0):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 3, generator=generator)
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
     return ds.data.Batches(x, (x[:, 0] > 0).long(), batch_size=10, shuffle=True, seed=seed)
 
 
@@ -124,8 +122,7 @@ def test_the_sharpness_of_the_first_batch_is_one_less_momentum_and_latents_have_
     optimizer = posterior.default_optimizer()
     x, y = next(iter(loader()))[:2]
     found = sharpness(posterior, optimizer, x, y)
-    history = fitted(posterior)
-    assert history.epochs[0].lr == pytest.approx(0.1 / found, rel=1e-6)
+    assert fitted(posterior).epochs[0].lr == pytest.approx(0.1 / found, rel=1e-6)
     assert {group["lr"] for group in optimizer.param_groups} == {1.0, posterior.components}
 
 

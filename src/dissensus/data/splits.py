@@ -27,8 +27,7 @@ def split_indices(
         labels: (count,) class indices for a stratified split: every class gives its share, rounded by largest remainder.
     """
     held, labels = _validation_count(count, validation), as_tensor(labels)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(count, generator=generator)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     if labels is None:
         chosen = order[:held]
     else:

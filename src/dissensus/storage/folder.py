@@ -201,8 +201,7 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
             got = f"{type(tensor).__name__} in '{name}'"
             raise TypeError(f"expected only tensors in the state_dict, got {got}; remove it from the state")
         found = gather_full_tensor(tensor.detach())  # by all processes, where they have parts of it
-        key = memory_place(tensor) if tensor.numel() else (name,)
-        source = first.setdefault(key, name)
+        source = first.setdefault(memory_place(tensor) if tensor.numel() else (name,), name)
         if source == name:
             tensors[name] = found.cpu()
         else:
@@ -288,8 +287,7 @@ def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str
 def restore_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
     """Restores the saved inputs and classes."""
     if (saved := config.get("inputs")) is not None:
-        kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
-        posterior.inputs = kind(**saved["arguments"])
+        posterior.inputs = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)](**saved["arguments"])
     posterior.classes = None if (names := config.get("classes")) is None else tuple(names)
 
 

@@ -469,8 +469,7 @@ def gp_predict(
     targets = (y if y.ndim == 2 else y[:, None]).to(torch.float64)
     train, towards, own = kernel(x, None), kernel(points, x), kernel(points, None)
     solved, cross = (train.nngp, towards.nngp) if kind == "nngp" else (train.ntk, towards.ntk)
-    factor = _cholesky(solved, noise**2 + jitter)
-    answers = torch.cholesky_solve(cross.T, factor).T  # A (n, B)
+    answers = torch.cholesky_solve(cross.T, _cholesky(solved, noise**2 + jitter)).T  # A (n, B)
     mean = answers @ targets
     variance = own.nngp.diagonal() - (answers * towards.nngp).sum(1)
     if kind == "ntk":

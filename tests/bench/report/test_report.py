@@ -405,8 +405,7 @@ def check_text(name: str, figure: Figure) -> None:
 
 def test_a_thinned_curve_keeps_its_ends_and_its_shape():
     x = torch.linspace(0, 1, 5000)
-    y = (x > 0.5).double()
-    thin_x, thin_y = charts._thin_curve(x, y)
+    thin_x, thin_y = charts._thin_curve(x, (x > 0.5).double())
     assert len(thin_x) <= 302
     assert (thin_x[0], thin_x[-1]) == (0, 1)
     step = next(float(a) for a, b in zip(thin_x, thin_y, strict=True) if b == 1)
@@ -508,13 +507,11 @@ def test_names_of_many_methods_stand_under_the_axes_and_those_of_few_among_the_d
     )
     FigureCanvasAgg(figure).draw()
     axes = figure.axes[0]
-    inside = axes.get_legend()
-    assert (inside is None) == (count == 8)
+    assert (axes.get_legend() is None) == (count == 8)
     if count == 8:
         (legend,) = figure.legends
         assert [text.get_text() for text in legend.get_texts()] == names
-        label = axes.xaxis.get_label().get_window_extent()
-        assert legend.get_window_extent().y1 <= label.y0
+        assert legend.get_window_extent().y1 <= axes.xaxis.get_label().get_window_extent().y0
         assert legend.get_window_extent().y0 >= 0
 
 
@@ -583,8 +580,7 @@ def test_a_number_is_not_both_best_and_like_the_best_and_rounding_is_no_differen
     one = classification(0)
     nll = one.arrays["test/nll"] + 1e-5 * torch.linspace(-1, 1.1, 30)  # larger on average, and not beyond chance
     near = replace(one, arrays=one.arrays | {"test/nll": nll}, metrics=one.metrics | {"nll": float(nll.mean())})
-    third = {"a": one, "b": near, "c": shifted(one, 0.5)}
-    results = results_of_evaluations(third, "t")
+    results = results_of_evaluations({"a": one, "b": near, "c": shifted(one, 0.5)}, "t")
     found, draws = tables.measures_and_draws(results)
     row = next(row for row in tables.main_table(results, found, draws).rows if row.label == "NLL")
     assert [(cell.best, cell.equal) for cell in row.cells] == [(True, False), (True, False), (False, False)]
@@ -627,8 +623,7 @@ def test_latex_and_csv_of_every_table_are_on_the_page_and_have_its_numbers(undra
     name = "50 % & <b>_{x}\\"
     given = {name: classification(0), "b": classification(1)}
     report(given, tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    found = checked(text)
+    found = checked((tmp_path / "report.html").read_text())
     links = [link for link in found.links if link.startswith("data:text/")]
     assert len(links) == 2 * found.tags.count("table")
     kinds = {"csv": [], "x-tex": []}

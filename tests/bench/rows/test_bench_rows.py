@@ -140,8 +140,7 @@ def test_arrays_of_numbers_in_files_are_classes_or_values(tmp_path):
 
 
 def test_a_regression_on_own_arrays_is_measured_in_its_own_units(tmp_path):
-    rng = np.random.default_rng(0)
-    x = rng.uniform(-1, 1, (200, 1))
+    x = np.random.default_rng(0).uniform(-1, 1, (200, 1))
     for name, rows in (("train", slice(0, 150)), ("test", slice(150, 200))):
         np.savez(tmp_path / f"{name}.npz", x=x[rows], y=1e5 + 2e4 * x[rows, 0])
     files = 'name = "npz"\ntrain_file = "train.npz"\ntest_file = "test.npz"\n'
@@ -312,8 +311,7 @@ def test_every_geometry_is_of_a_known_set_and_its_data_lie_in_the_region_at_the_
 def test_regions_of_a_line_are_the_intervals_and_what_is_left_of_it():
     x = torch.zeros(3, 1)
     found = line_geometry(x, window=(-2.0, 2.0), intervals=((-1.0, -0.5), (0.5, 1.0)), points=401)
-    where = found.positions[:, 0]
-    for i, z in enumerate(where.tolist()):
+    for i, z in enumerate(found.positions[:, 0].tolist()):
         at = -1.0 <= z <= -0.5 or 0.5 <= z <= 1.0
         outside = z < -1.0 or z > 1.0
         assert bool(found.regions["at_data"][i]) == at
@@ -383,8 +381,7 @@ def test_a_run_measures_its_members_on_the_grid(undrawn, tmp_path):
     results, _ = jobs.bench(task, methods=["deep_ensemble"], out=tmp_path)
     run = Run.open(tmp_path / "deep_ensemble-seed0")
     stored, found = run.measure(), GEOMETRIES["x_sin_x"](run.data.train.x)
-    posterior = ds.load(run.folder / "posterior")
-    predictive = posterior.predict(run.data.standardiser(found.inputs))
+    predictive = ds.load(run.folder / "posterior").predict(run.data.standardiser(found.inputs))
     sd = predictive.epistemic[:, 0].sqrt()
     for name, where in found.regions.items():
         assert stored.metrics[f"region/{name}/sd"] == pytest.approx(float(sd[where].mean()), rel=1e-5)
