@@ -494,7 +494,6 @@ def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
 
 
 def _numbers(text: str) -> Tensor:
-    """The whole numbers of a text, in float64."""
     return torch.tensor([int(number) for number in text.split()], dtype=torch.float64)
 
 

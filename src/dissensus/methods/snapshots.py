@@ -116,7 +116,8 @@ class Snapshots(nn.Module):
             every = every or max(1, (began + steps - start) // self.wanted)
         if forget:
             self.taken.reset()
-        self._write_plan(start, every, began, steps)
+        plan = [start, every, began, steps]
+        self._host.note(self.plan.copy_(torch.tensor(plan)), plan)
 
     def wait(self) -> None:
         """Stops recording until `begin`, if the plan depends on the length of the run."""
@@ -140,9 +141,6 @@ class Snapshots(nn.Module):
 
     def _read_plan(self) -> list[int]:
         return self._host.read(self.plan)  # type: ignore[no-any-return]
-
-    def _write_plan(self, *plan: int) -> None:
-        self._host.note(self.plan.copy_(torch.tensor(plan)), list(plan))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._is_waiting = False  # a state is not in the middle of a run

@@ -191,7 +191,6 @@ class KalmanRecorder(Recorder):
         return list(groups.values())
 
     def _correlated_noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
-        """(K,) noise of variance 1 with the correlations of these K weights."""
         like: dict[str, Any] = {"dtype": state_dtype([weights]), "device": weights.device, "generator": generator}
         covariance, count = self.settings["covariance"], self.settings["features"]
         if covariance == "diagonal":

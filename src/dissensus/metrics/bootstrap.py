@@ -43,7 +43,8 @@ def bootstrap_interval(
         resamples: number of resamples of the examples, with replacement.
         seed: seed of a separate generator; the global generator is not used.
     """
-    return _interval(metric(*tensors), _draws(metric, [tensors], resamples, seed), level)
+    draws = _draws(metric, [tensors], resamples, seed)
+    return _interval(metric(*tensors), draws, level)
 
 
 def bootstrap_two_samples(
@@ -59,7 +60,8 @@ def bootstrap_two_samples(
 
     Each sample is resampled separately. Keywords as in `bootstrap_interval`.
     """
-    return _interval(metric(first, second), _draws(metric, [[first], [second]], resamples, seed), level)
+    draws = _draws(metric, [[first], [second]], resamples, seed)
+    return _interval(metric(first, second), draws, level)
 
 
 def bootstrap_mean(values: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Interval:

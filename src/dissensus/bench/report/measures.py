@@ -326,7 +326,6 @@ def root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
 
 
 def _ece(weights: Sequence[Tensor], confidence: Tensor, correct: Tensor) -> Tensor:
-    """(R,) expected calibration error."""
     return confidence_ece(confidence, correct, weights=weights[0])
 
 
