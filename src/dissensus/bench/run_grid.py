@@ -203,7 +203,8 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
     }
     every = comparison_family(found, holm=measured[0].results.holm)
 
-    both, names = (every.comparisons, every.p_values), [each.cell.name for each in measured]
+    both: tuple[dict[tuple[str, ...], Any], ...] = every.comparisons, every.p_values
+    names = [each.cell.name for each in measured]
     parts = [[{key[1:]: value for key, value in table.items() if key[0] == name} for table in both] for name in names]
     return every, [Family(compared, p_values, every.level) for compared, p_values in parts]
 
