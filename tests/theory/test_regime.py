@@ -324,7 +324,7 @@ def test_a_likelihood_that_curves_nowhere_is_stable_at_any_rate():
 
 @pytest.mark.parametrize("measure", [theory.regime, theory.posterior_blocks])
 def test_inputs_that_are_empty_or_not_finite_are_refused(measure):
-    refuses(lambda: measure(ds.MAP(tiny.mlp()), inputs(3)), "expected an embedded ensemble, got MAP", TypeError)
+    refuses(lambda: theory.regime(ds.MAP(tiny.mlp())), "expected an embedded ensemble, got MAP", TypeError)
     posterior = ensemble(width=4, members=2)
     spoiled = inputs(3)
     spoiled[1, 2] = float("nan")
