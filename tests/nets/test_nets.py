@@ -272,15 +272,8 @@ SMALL_NETS = {
     "ENet": (lambda: ds.nets.ENet(3, dropout=0.2), (3, 16, 24)),
 }
 PIXELS = [
-    "deep_ensemble",
-    "mc_dropout",
-    "gaussian_perturbation",
-    "swag",
-    "tradi",
-    "batch_ensemble",
-    "node_bnn",
-    "forde",
-]
+    "deep_ensemble", "mc_dropout", "gaussian_perturbation", "swag", "tradi", "batch_ensemble", "node_bnn", "forde",
+]  # fmt: skip
 ENDS = {"LeNet": "head", "AlexNet": "classifier", "VGG16": "head"}  # the last linear layers, one Sequential
 KEYWORDS = {
     "mc_dropout": {"rate": 0.1, "samples": 2},
