@@ -147,11 +147,8 @@ def test_a_blur_scaled_with_the_image_looks_the_same() -> None:
 
 def test_a_greyscale_image_is_corrupted_like_its_copy_in_three_equal_channels() -> None:
     grey = pictures(3, channels=1)
-    blurs, others = (
-        ("defocus_blur", "motion_blur", "elastic_transform"),
-        ("brightness", "contrast", "fog", "snow", "pixelate"),
-    )
-    for name in (*blurs, *others):
+    moving = ("defocus_blur", "motion_blur", "elastic_transform")
+    for name in ("brightness", "contrast", "fog", "snow", "pixelate", *moving):
         one, three = corrupt(grey, name, 3), corrupt(grey.expand(-1, 3, -1, -1), name, 3)
         assert (one.int() - three.int()).abs().max() <= 1, name
     # coloured layers: the luma of the coloured result
