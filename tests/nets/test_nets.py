@@ -303,7 +303,7 @@ def pairs():
             yield pytest.param(network, method, marks=() if quick else pytest.mark.slow, id=f"{network}-{method}")
 
 
-@pytest.mark.parametrize(("network", "method"), pairs())
+@pytest.mark.parametrize(("network", "method"), [*pairs()])
 def test_it_trains_predicts_and_comes_back(network, method, tmp_path):
     torch.manual_seed(0)
     (make, shape), kind = SMALL_NETS[network], ds.METHODS[method]
