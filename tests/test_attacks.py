@@ -89,8 +89,7 @@ def test_the_way_up_is_known_where_probabilities_round_to_one():
     aim = AttackObjective(single, x, y, draw="fixed", targeted=False, at_once=1000)
     exact = AttackObjective(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
     assert torch.equal(aim.evaluate(x).direction.sign(), exact.evaluate(x.double()).direction.float().sign())
-    found = attacks.pgd(single, x, y, 0.5)
-    assert found.success[sure].any()
+    assert attacks.pgd(single, x, y, 0.5).success[sure].any()
 
 
 def test_fgsm_of_a_linear_softmax_is_the_closed_form():
@@ -115,11 +114,10 @@ def test_no_attack_of_radius_zero_changes_a_bit(make, norm):
     x, y = tiny.points()
     x[0, 0] = -0.0
     posterior = make()
+    start = {"step_size": 0.1, "random_start": True, "generator": torch.Generator()}
     for found in (
         attacks.fgsm(posterior, x, y, 0.0, norm=norm, **FREE),
-        attacks.pgd(
-            posterior, x, y, 0.0, norm=norm, step_size=0.1, random_start=True, generator=torch.Generator(), **FREE
-        ),
+        attacks.pgd(posterior, x, y, 0.0, norm=norm, **start, **FREE),
         attacks.pgd(posterior, x, y, 0.5, norm=norm, steps=0, **FREE),
     ):
         assert torch.equal(found.inputs.view(torch.int64), x.view(torch.int64))
@@ -132,10 +130,8 @@ def test_no_attack_of_radius_zero_changes_a_bit(make, norm):
 def test_balls_and_bounds_are_kept(norm, random_start):
     posterior, y = ensemble(), torch.arange(12) % 3
     x = torch.rand(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(3)
-    found = attacks.pgd(
-        posterior, x, y, 0.3, norm=norm, step_size=0.2, random_start=random_start, generator=generator
-    ).inputs
+    start = {"random_start": random_start, "generator": torch.Generator().manual_seed(3)}
+    found = attacks.pgd(posterior, x, y, 0.3, norm=norm, step_size=0.2, **start).inputs
     delta = found - x
     size = delta.abs().amax(1) if norm == "inf" else delta.norm(dim=1)
     assert float(size.max()) <= 0.3 + 1e-12
@@ -163,10 +159,8 @@ def test_more_steps_never_raise_the_accuracy(norm, start, trained):
     clean = posterior.predict(x).mean.argmax(1) == y
     shares, losses = [], []
     for steps in (0, 1, 2, 5, 10):
-        generator = torch.Generator().manual_seed(5)
-        found = attacks.pgd(
-            posterior, x, y, 1.0, steps=steps, step_size=0.4, norm=norm, random_start=start, generator=generator, **FREE
-        )
+        settings = {"step_size": 0.4, "norm": norm, "generator": torch.Generator().manual_seed(5), **FREE}
+        found = attacks.pgd(posterior, x, y, 1.0, steps=steps, random_start=start, **settings)
         shares.append(1 - float(found.success.double().mean()))
         losses.append(found)
     assert shares == sorted(shares, reverse=True)
@@ -186,11 +180,8 @@ def test_a_misclassified_iterate_comes_before_a_higher_loss():
         inputs = gain[:, None].expand(-1, 2)
         return AttackPoint(Adversarial(inputs, torch.tensor(success), gain), gain, inputs, gain)
 
-    first, second = (
-        look([False, True, True, False, True], [1.0, 1, 1, 1, 1]),
-        look([True, False, True, False, True], [0.0, 2, 3, 4, 1]),
-    )
-    best = first.best_of(second).found
+    first = look([False, True, True, False, True], [1.0, 1, 1, 1, 1])
+    best = first.best_of(look([True, False, True, False, True], [0.0, 2, 3, 4, 1])).found
     assert best.loss.tolist() == [0, 1, 3, 4, 1]
     assert best.inputs[:, 0].tolist() == [0, 1, 3, 4, 1]
     assert best.success.tolist() == [True, True, True, False, True]
@@ -226,8 +217,7 @@ def test_memory_holds_so_many_pairs_of_member_and_input():
             return super().forward(x)
 
     x, y = tiny.points(20)
-    posterior = ensemble("loop", net=lambda: Counting(4, 3))
-    attacks.pgd(posterior, x, y, 0.1, steps=2, at_once=9, **FREE)
+    attacks.pgd(ensemble("loop", net=lambda: Counting(4, 3)), x, y, 0.1, steps=2, at_once=9, **FREE)
     assert max(seen[1:]) == 3  # of 3 members; the first is a look at the shape of outputs
     assert seen[1:].count(3) == 3 * 3 * 6
 
@@ -269,21 +259,10 @@ def test_an_attack_leaves_modes_statistics_gradients_and_inputs_as_they_were():
 def test_standardised_inputs_are_attacked_in_pixels():
     """As if the standardisation were the network's first layer."""
     torch.manual_seed(0)
-    pixels = torch.rand(6, 2, 3, 3, dtype=torch.float64)
-    images = (255 * pixels).to(torch.uint8)
-    standardiser = Standardiser.of_channels(images)
-    pixels = images.double() / 255
-
-    class Inside(nn.Module):
-        def __init__(self, network):
-            super().__init__()
-            self.network = network
-
-        def forward(self, x):
-            return self.network(standardiser(x))
-
+    images = torch.randint(256, (6, 2, 3, 3), dtype=torch.uint8)
+    standardiser, pixels = Standardiser.of_channels(images), images.double() / 255
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3, 3)).double()
-    outer, inner = ds.MAP(network), ds.MAP(Inside(network))
+    outer, inner = ds.MAP(network), ds.MAP(tiny.Network(lambda self, x: self.inner(standardiser(x)), inner=network))
     y, x = torch.arange(6) % 3, standardiser(pixels)
     for norm in ("inf", "2"):
         settings = {"norm": norm, "steps": 5, "step_size": 0.1}
@@ -321,9 +300,7 @@ class Rounded(nn.Linear):
 
 
 class Detached(nn.Linear):
-    def forward(self, x):
-        with torch.no_grad():
-            return super().forward(x)
+    forward = torch.no_grad()(nn.Linear.forward)
 
 
 class Numpy(nn.Linear):
@@ -359,6 +336,8 @@ def test_inputs_at_which_a_network_is_flat_are_no_reason_to_refuse_it():
     x = -torch.rand(2, 4, dtype=torch.float64) - 1
     found = attacks.pgd(tiny.ensemble(lambda: Dead(4, 3)), x, torch.tensor([0, 1]), 0.1, **FREE)
     assert torch.equal(found.inputs, x)
+    none = attacks.pgd(ensemble(), x[:0], torch.zeros(0, dtype=torch.int64), 0.1)
+    assert none.inputs.shape == (0, 4)
 
 
 @pytest.mark.parametrize(("change", "error", "said"), [
@@ -385,21 +364,14 @@ def test_what_cannot_be_attacked_is_said(change, error, said):
 
 def test_targets_and_posteriors_that_cannot_be_fooled():
     x, y = tiny.points()
-    for target in (3, -1):
-        with pytest.raises(ValueError, match=f"expected labels in 0…2, got {target}"):
-            attacks.fool(ensemble(), x, target, **FREE)
-    with pytest.raises(ValueError, match="expected a classification with logits"):
-        attacks.pgd(tiny.ensemble(smooth, likelihood=ds.Regression()), x, y, 0.1)
+    refuses(lambda: attacks.fool(ensemble(), x, 3, **FREE), "expected labels in 0…2, got 3")
+    refuses(lambda: attacks.fool(ensemble(), x, -1, **FREE), "expected labels in 0…2, got -1")
+    reals = tiny.ensemble(smooth, likelihood=ds.Regression())
+    refuses(lambda: attacks.pgd(reals, x, y, 0.1), "expected a classification with logits")
     ignoring = tiny.ensemble(smooth, likelihood=ds.Classification(ignore_index=-1))
     refuses(lambda: attacks.pgd(ignoring, x, torch.full((12,), -1), 0.1, **FREE), "ignored labels")
-    for number in ({"steps": -1}, {"step_size": 0.0}):
-        with pytest.raises(ValueError, match=f"expected {next(iter(number))}"):
-            attacks.pgd(ensemble(), x, y, 0.1, **number, **FREE)
-
-
-def test_no_inputs_are_no_mistake():
-    found = attacks.pgd(ensemble(), torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.int64), 0.1)
-    assert found.inputs.shape == (0, 4)
+    refuses(lambda: attacks.pgd(ensemble(), x, y, 0.1, steps=-1, **FREE), "expected steps")
+    refuses(lambda: attacks.pgd(ensemble(), x, y, 0.1, step_size=0.0, **FREE), "expected step_size")
 
 
 # -------------------------------------------------------------------- in an evaluation, in the bench and in its report
@@ -447,9 +419,8 @@ def test_every_number_is_that_of_the_attack_by_hand(members):
             values = torch.tensor([float(one[key]) for one in each])
             assert torch.allclose(found.arrays[f"attack/{name}/{key}"].float(), values, atol=1e-5)
             assert found.metrics[f"attack/{name}/{key}"] == pytest.approx(float(values[1:].mean()), abs=1e-5)
-        assert found.metrics[f"attack/{name}/nll"] == pytest.approx(
-            float(found.arrays[f"attack/{name}/example_nll"].mean())
-        )
+        mean = float(found.arrays[f"attack/{name}/example_nll"].mean())
+        assert found.metrics[f"attack/{name}/nll"] == pytest.approx(mean)
         assert f"attack/{name}/accuracy" in found.table()
         assert f"attack/{name}/0.1/" not in found.table()
     assert found.arrays["attack/epsilons"].tolist() == [0, *RADII]
@@ -481,9 +452,8 @@ def test_attacked_draws_are_those_that_are_measured():
     found = ds.evaluate(posterior, [(x.float(), y)], attack=ds.AttackCurves([0.2], ["fgsm"], bounds=None))
     assert torch.equal(torch.get_rng_state(), before)
     step = attacks.fgsm(posterior, x.float(), y, 0.2, bounds=None).inputs
-    assert found.metrics["attack/fgsm/nll"] == pytest.approx(
-        float(-posterior.predict(step).log_prob(y).mean()), abs=1e-5
-    )
+    expected = float(-posterior.predict(step).log_prob(y).mean())
+    assert found.metrics["attack/fgsm/nll"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_labels_that_do_not_count_are_not_attacked():
@@ -510,10 +480,10 @@ def test_curves_that_cannot_be_drawn_are_said(keywords, said):
 def test_regressions_and_loaders_that_are_used_up_are_refused():
     (x, y), curves = tiny.points(), ds.AttackCurves([0.1], bounds=None)
     posterior = ds.MAP(tiny.mlp(outputs=1), likelihood=ds.Regression()).double()
-    with pytest.raises(ValueError, match="expected a classification to attack, got a regression"):
-        ds.evaluate(posterior, [(x, x[:, :1])], attack=curves)
-    with pytest.raises(ValueError, match="expected inputs to attack, got no batch"):
-        ds.evaluate(ds.MAP(tiny.mlp()).double(), iter([(x, y)]), attack=curves)
+    told = "expected a classification to attack, got a regression"
+    refuses(lambda: ds.evaluate(posterior, [(x, x[:, :1])], attack=curves), told)
+    once = ds.MAP(tiny.mlp()).double(), iter([(x, y)])
+    refuses(lambda: ds.evaluate(*once, attack=curves), "expected inputs to attack, got no batch")
 
 
 def test_the_task_runs_and_its_page_shows_attacks_and_fooling_inputs(tmp_path):
@@ -531,21 +501,16 @@ def test_the_task_runs_and_its_page_shows_attacks_and_fooling_inputs(tmp_path):
     row = re.search(r"\| pgd, ε = 0.1 \|(.*)\|", text)
     assert row is not None
     assert len(row[1].split("|")) == 2
-    again = Run.open(tmp_path / "map-seed0")
-    assert again.evaluate().metrics == results.methods["map"][0].metrics
+    assert Run.open(tmp_path / "map-seed0").evaluate().metrics == results.methods["map"][0].metrics
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    ("evaluation.attack=pdg", "did you mean 'pgd'"),
-    ("evaluation.epsilons=[-0.1]", "expected epsilon of at least 0"),
-    ("evaluation.attack_norm=l2", "expected norm of inf, 2, got 'l2'"),
+@pytest.mark.parametrize(("task", "override", "said"), [
+    ("adversarial", "evaluation.attack=pdg", "did you mean 'pgd'"),
+    ("adversarial", "evaluation.epsilons=[-0.1]", "expected epsilon of at least 0"),
+    ("adversarial", "evaluation.attack_norm=l2", "expected norm of inf, 2, got 'l2'"),
+    ("cubic", "evaluation.attack=pgd", "got a regression; pass attack=None"),
 ])  # fmt: skip
-def test_attacks_of_a_task_are_checked_before_anything_is_trained(override, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
-        bench(load_task("adversarial", size="smoke", overrides=[override]), methods=["map"], out=tmp_path / "runs")
+def test_attacks_of_a_task_are_checked_before_anything_is_trained(task, override, said, tmp_path):
+    given = [override, *["evaluation.epsilons=[0.1]"] * (task == "cubic")]
+    refuses(lambda: bench(load_task(task, size="smoke", overrides=given), methods=["map"], out=tmp_path / "runs"), said)
     assert not list(tmp_path.rglob("*.toml"))
-
-
-def test_a_regression_task_with_attacks_is_refused(tmp_path):
-    task = load_task("cubic", size="smoke", overrides=["evaluation.attack=pgd", "evaluation.epsilons=[0.1]"])
-    refuses(lambda: bench(task, methods=["map"], out=tmp_path), "got a regression; pass attack=None")

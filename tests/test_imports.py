@@ -60,8 +60,6 @@ HEAVY_ALLOWED = {
     ("metrics/torchmetrics_classes.py", "torchmetrics"),
     ("bench/cli.py", "typer"),
     ("bench/cli.py", "rich"),
-    ("bench/cli.py", "rich"),
-    ("bench/cli.py", "typer"),
     ("bench/theory_studies.py", "matplotlib"),
     ("bench/report/html_report.py", "jinja2"),
     ("utils/arrays.py", "pandas"),

@@ -28,10 +28,9 @@ def batches(n: int = 20):
 def test_a_loader_gives_what_one_batch_gives():
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
     found = ds.predict(posterior, batches())
-    targets = found.targets
     torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
-    assert torch.equal(targets, y)
-    assert targets.dtype == y.dtype
+    assert torch.equal(found.targets, y)
+    assert found.targets.dtype == y.dtype
 
 
 def test_weights_in_the_loader_are_passed_over():
@@ -69,7 +68,8 @@ def test_batches_come_one_by_one():
     assert len(predictive) == len(y) == 6
     assert torch.is_grad_enabled()  # nothing of the prediction's modes leaks while the stream waits
     assert posterior.training
-    stream.close()
+    means = [predictive.mean, *(part.mean for part, _ in stream)]
+    torch.testing.assert_close(torch.cat(means), ds.predict(posterior, batches()).mean, rtol=0, atol=1e-12)
 
 
 def test_temperature_applies_to_loaders():
@@ -115,18 +115,19 @@ def test_a_loader_may_not_know_its_length(call):
 
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
     found = call(posterior, DataLoader(Stream(), batch_size=6))
-    targets = found.targets
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
-    assert torch.equal(targets, y)
+    assert torch.equal(found.targets, y)
 
 
-def test_networks_no_data_and_unknown_precisions_are_refused():
+def test_networks_no_data_and_unknown_precisions_are_refused(tmp_path):
     posterior = tiny.ensemble(tiny.mlp)
     with pytest.raises(TypeError, match="expected a posterior, got Sequential; wrap the network"):
         ds.predict(tiny.mlp(), batches())
     for call in (ds.predict, ds.summarise):
         with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
             call(posterior, [])
+    ds.save(posterior, tmp_path)
+    refuses(lambda: ds.summarise(tmp_path, [], network=tiny.mlp()), "at least one batch")
     refuses(lambda: ds.predict(posterior, batches(), precision="fp8"), "expected precision of float32, bf16, got")
 
 
@@ -157,16 +158,13 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
     posterior, make, loader = case
     posterior.temperature.fill_(1.4)
     whole = ds.predict(posterior, loader)
-    y = whole.targets
     if stored:
         ds.save(posterior, tmp_path)
         summary = ds.summarise(tmp_path, loader, network=make())
-        targets = summary.targets
     else:
         summary = ds.summarise(posterior, loader)
-        targets = summary.targets
     assert isinstance(summary, ds.SummaryPredictive)
-    assert torch.equal(targets, y)
+    assert torch.equal(summary.targets, whole.targets)
     for name in ("mean", "aleatoric", "epistemic", "total"):
         torch.testing.assert_close(getattr(summary, name), getattr(whole, name), rtol=0, atol=1e-10)
     assert torch.equal(summary.total, summary.aleatoric + summary.epistemic)
@@ -176,15 +174,15 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
 
 def test_a_class_summary_scores_samples_and_sets_as_the_whole():
     posterior = tiny.ensemble(tiny.mlp, 4)
-    whole = ds.predict(posterior, batches())
+    whole, summary = ds.predict(posterior, batches()), ds.summarise(posterior, batches())
     y = whole.targets
-    summary = ds.summarise(posterior, batches())
     torch.testing.assert_close(summary.log_prob(y), whole.log_prob(y), rtol=0, atol=1e-12)
     torch.testing.assert_close(summary.confidence, whole.confidence, rtol=0, atol=1e-12)
     assert torch.equal(summary.credible_set(0.7), whole.credible_set(0.7))
     draws = [p.sample(50, generator=torch.Generator().manual_seed(3)) for p in (summary, whole)]
     assert torch.equal(*draws)
-    refuses(lambda: summary.interval(0.9), "expected a predictive with its members", TypeError)
+    for use in (lambda: summary.interval(0.9), lambda: summary.apply_temperature(2.0)):
+        refuses(use, "expected a predictive with its members, got a summary", TypeError)
 
 
 def test_a_regression_summary_is_the_gaussian_of_equal_moments():
@@ -199,7 +197,7 @@ def test_a_regression_summary_is_the_gaussian_of_equal_moments():
     torch.testing.assert_close(lower, normal.icdf(torch.tensor(0.05, dtype=F64)), rtol=0, atol=1e-8)
 
 
-def test_stored_members_need_the_same_data_each_time(tmp_path):
+def test_stored_members_need_the_same_data_each_time_and_a_file_that_is_whole(tmp_path):
     ds.save(tiny.ensemble(tiny.mlp), tmp_path)
 
     class Shuffled:
@@ -212,6 +210,12 @@ def test_stored_members_need_the_same_data_each_time(tmp_path):
         ds.summarise(tmp_path, Shuffled(), network=tiny.mlp())
     with pytest.raises(ValueError, match="expected the same batches for every member"):
         ds.summarise(tmp_path, iter(batches()), network=tiny.mlp())  # read once, by the first member
+    shuffled = ds.data.Batches(*tiny.points(), batch_size=4, shuffle=True, seed=0)
+    refuses(lambda: ds.summarise(tmp_path, shuffled, network=tiny.mlp()), "does not shuffle")
+    damaged = bytearray((tmp_path / "posterior.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "posterior.safetensors").write_bytes(damaged)
+    refuses(lambda: ds.summarise(tmp_path, batches(), network=tiny.mlp()), "truncated or was changed")
 
 
 @pytest.mark.parametrize(("saved", "given"), [(True, False), (False, True)])
@@ -236,14 +240,31 @@ def test_a_stored_posterior_without_members_is_summarised_whole(tmp_path):
     ds.refresh(posterior, [])
     ds.save(posterior, tmp_path)
     found = ds.summarise(tmp_path, batches(), network=tiny.mlp(0.5))
-    expected = ds.summarise(posterior, batches())
-    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.mean, ds.summarise(posterior, batches()).mean)
 
 
 def test_the_memory_of_a_prediction_is_said_beforehand(caplog):
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        ds.predict(tiny.ensemble(tiny.mlp), batches())
-    assert any("the prediction of about" in record.getMessage() for record in caplog.records)
+        ds.predict(tiny.ensemble(tiny.mlp), ds.data.Batches(*tiny.points(48), batch_size=16))
+    size = 3 * 48 * 3 * 8 / 1024
+    assert any(f"{size:.3g} KiB" in record.getMessage() for record in caplog.records)
+
+
+def test_a_running_summary_does_not_depend_on_how_members_come():
+    means, variances = torch.randn(7, 20, 2, dtype=F64) + 1e6, torch.rand(7, 20, 2, dtype=F64)
+    whole, running = ds.RegressionPredictive(means, variances), RunningSummary()
+    for part in (slice(0, 1), slice(1, 4), slice(4, 7)):
+        running.add(ds.RegressionPredictive(means[part], variances[part]))
+    torch.testing.assert_close(running.summary().mean, whole.mean, rtol=1e-14, atol=0)
+    torch.testing.assert_close(running.summary().epistemic, whole.epistemic, rtol=1e-7, atol=0)  # means near 1e6
+
+
+@pytest.mark.slow  # compiled members are in tests/engine/test_engine.py
+def test_compiled_predictions_agree_with_plain_ones():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp, dtype=torch.float32), tiny.points()
+    plain = ds.predict(posterior, [(x.float(), y)])
+    compiled = ds.predict(posterior, [(x.float(), y)], compiled=True)
+    torch.testing.assert_close(compiled.mean, plain.mean, rtol=1e-5, atol=1e-6)
 
 
 def test_networks_with_buffers_are_read_from_disk_whole(tmp_path):
@@ -396,12 +417,10 @@ def test_one_draw_serves_all_tiles(samples):
 
 def test_what_is_no_image_or_no_segmentation_is_refused():
     posterior = ds.MAP(tiny.segmenter())
-    with pytest.raises(ValueError, match=r"expected one image \(channels, H, W\), got \(1, 2, 9, 9\)"):
-        ds.predict_image(posterior, torch.randn(1, 2, 9, 9))
-    with pytest.raises(ValueError, match="expected overlap below 4, got 4"):
-        ds.predict_image(posterior, torch.randn(2, 9, 9), tile=4, overlap=4)
-    flat = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(162, 3)))
-    refuses(lambda: ds.predict_image(flat, torch.randn(2, 9, 9)), r"expected logits \(B, C, 9, 9\)")
+    flat, image = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(162, 3))), torch.randn(2, 9, 9)
+    refuses(lambda: ds.predict_image(posterior, image[None]), r"one image \(channels, H, W\), got \(1, 2, 9, 9\)")
+    refuses(lambda: ds.predict_image(posterior, image, tile=4, overlap=4), "expected overlap below 4, got 4")
+    refuses(lambda: ds.predict_image(flat, image), r"expected logits \(B, C, 9, 9\)")
 
 
 # ---------------------------------------------------------------------------------------------------- one at a time

@@ -185,15 +185,8 @@ def test_docstrings_of_verbs_and_methods_open_with_a_sentence_and_name_every_arg
     rooms = (ds, ds.attacks, ds.landscape, ds.distributed)
     offered = [getattr(room, name) for room in rooms for name in room.__all__]
     verbs = [each for each in offered if inspect.isfunction(each)]
-    for each in [
-        *verbs,
-        *ds.METHODS.values(),
-        ds.Classification,
-        ds.Regression,
-        ds.GaussianPrior,
-        ds.EmpCov,
-        ds.Annealing,
-    ]:
+    others = [ds.Classification, ds.Regression, ds.GaussianPrior, ds.EmpCov, ds.Annealing]
+    for each in [*verbs, *ds.METHODS.values(), *others]:
         text = inspect.getdoc(each) or ""
         first = text.split("\n\n")[0]
         assert first[0].isupper() or first[0] == "(", each

@@ -15,8 +15,7 @@ from dissensus.numerics import rbf_kernels
 
 def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(x (n, inputs) in float64, class indices (n,)), every class present."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, inputs, dtype=torch.float64, generator=generator)
+    x = torch.randn(n, inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return x, torch.arange(n) % classes
 
 

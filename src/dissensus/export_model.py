@@ -412,7 +412,6 @@ def _rename_values(graph: Any, names: dict[str, str]) -> None:
 
 
 def _all_nodes(model: Any) -> Iterator[Any]:
-    """All nodes, including those in branches and functions."""
     return _walk_nodes([*model.graph.node, *(node for function in model.functions for node in function.node)])
 
 

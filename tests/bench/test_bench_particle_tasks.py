@@ -87,8 +87,7 @@ def test_the_smallest_size_runs_from_start_to_report(name, benched):
     for row in rows:
         for key in EXPECTED[name]:
             assert float(row[key]) == float(row[key]), (row["method"], key)  # there, and a number
-    text = (folder / "report.md").read_text()
-    assert SENTENCES[name] in text
+    assert SENTENCES[name] in (folder / "report.md").read_text()
     page = (folder / "report.html").read_text()
     assert "How members differ, over training" in page
     assert ("Where is it certain?" in page) == name.startswith("toy")

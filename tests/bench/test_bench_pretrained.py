@@ -159,8 +159,7 @@ def test_the_task_runs_untrained_tuned_and_with_noise_on_nodes(tmp_path):
 def test_the_task_has_the_recipe_and_its_variants():
     task = load_task("pretrained", size="paper")
     configs = {method: run_config(task, method, 0) for method in task.methods}
-    recipe = configs["node_bnn"]
-    assert recipe.settings == {**ds.NodeBNN.of_trained_settings, "samples": 32}
+    assert configs["node_bnn"].settings == {**ds.NodeBNN.of_trained_settings, "samples": 32}
     nodes = [c for c in configs.values() if c.method.startswith("node_bnn") and c.training["epochs"]]
     assert {(c.settings["mode"], c.settings["components"]) for c in nodes} == {
         (m, k) for m in ("in", "out") for k in (4, 8, 32)

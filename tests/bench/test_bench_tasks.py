@@ -353,8 +353,7 @@ def test_a_task_calibrates_promises_and_reports_both(task, tmp_path):
 def test_promises_alone_leave_the_best_temperature_to_be_found(task, tmp_path):
     settings = {**task.settings, "calibration": {"rows": 400, "level": 0.9}}
     (run,), found = jobs.run_all(replace(task, settings=settings), methods=["map"], seeds=[0], out=tmp_path / "runs")
-    posterior = run.posterior()
-    best = ds.temperature_scale(posterior, run.loader(run.data.calibration))
+    best = ds.temperature_scale(run.posterior(), run.loader(run.data.calibration))
     assert best != 1.0
     assert found[0].metrics["calibrated/temperature"] == pytest.approx(best, rel=1e-4)
 

@@ -224,8 +224,7 @@ def test_a_portion_keeps_each_run_in_one_file_and_skips_it_afterwards(papers, ci
 
 def test_a_run_that_cannot_end_in_time_is_stopped(papers, tmp_path, monkeypatch):
     given = papers.parsed(["--minutes", "5", "--runs", str(tmp_path)])
-    task = load_task("cifar100-forde")
-    portion = papers.Portion(task, given)
+    portion = papers.Portion(load_task("cifar100-forde"), given)
     folder = tmp_path / "cifar100-forde-short" / "map-seed0"
     folder.mkdir(parents=True)
     assert portion.needs(("map", 0)) is None
@@ -256,8 +255,7 @@ def test_a_run_that_cannot_end_in_time_is_stopped(papers, tmp_path, monkeypatch)
 
 
 def test_intervals_count_images_once_however_many_seeds_share_them(papers):
-    rng = np.random.default_rng(1)
-    shared = rng.normal(0.1, 1.0, 4000)
+    shared = np.random.default_rng(1).normal(0.1, 1.0, 4000)
     found = papers.papers_page.bootstrap(np.stack([shared, shared, shared]))
     assert found["difference"] == pytest.approx(shared.mean(), abs=1e-6)
     half = 1.96 * shared.std() / 4000**0.5

@@ -98,8 +98,7 @@ def test_the_task_that_ships_lowers_rates_by_sharing_where_units_are_counted():
 
 
 def test_the_published_size_scales_a_residual_network_on_cifar():
-    paper = load_task("embedded-width", size="paper")
-    found = width_cells(paper, [0])
+    found = width_cells(load_task("embedded-width", size="paper"), [0])
     assert {cell.config.data["name"] for cell in found} == {"cifar10"}
     assert {cell.config.network["name"] for cell in found} == {"WideResNet"}
     assert {cell.config.network["width"] for cell in found} == {1, 2, 4, 8, 16}

@@ -275,8 +275,7 @@ def test_an_uncorrected_search_breaks_it():
     count = 0
     for _ in range(300):
         score = torch.rand(400, dtype=torch.float64)
-        error = torch.rand(400, dtype=torch.float64) < 0.055
-        wrong = error[score.argsort()].long().cumsum(0)
+        wrong = (torch.rand(400, dtype=torch.float64) < 0.055)[score.argsort()].long().cumsum(0)
         count += bool((binomial_tail(wrong, torch.arange(1, 401), 0.05) <= 0.05).any())
     assert count / 300 > 0.08  # the risk is 0.055 everywhere
 
@@ -307,8 +306,7 @@ def thresholds(scores, level, weight=None, new=None):
 
 def beta_binomial_error(n, level, tests, splits):
     """Standard error of the mean coverage over splits, of one whose tests are a beta-binomial."""
-    k = math.ceil((n + 1) * level - 1e-9)
-    mean = k / (n + 1)
+    mean = math.ceil((n + 1) * level - 1e-9) / (n + 1)
     of_threshold = mean * (1 - mean) / (n + 2)  # of Beta(k, n + 1 − k)
     return mean, math.sqrt((of_threshold + (mean * (1 - mean) - of_threshold) / tests) / splits)
 

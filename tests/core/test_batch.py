@@ -243,8 +243,7 @@ def test_data_become_batches_which_training_shuffles():
     assert len(first[1]) == len(second[1]) == 32
     assert sorted(torch.cat([first[1], second[1]]).tolist()) == [*range(64)]
     assert not torch.equal(first[1], y[:32])
-    weighted = next(iter(Loader([x, y, torch.ones(64)])))
-    assert len(weighted) == 3
+    assert len(next(iter(Loader([x, y, torch.ones(64)])))) == 3
     refuses(lambda: Loader(x), r"expected a loader or \(x, y\), got Tensor", TypeError)
     told = "expected a loader of batches, got TensorDataset, a Dataset of single examples"
     refuses(lambda: Loader(TensorDataset(x, y)), told, TypeError)

@@ -20,6 +20,7 @@ from dissensus.core.gradients import Gradients, compute_gradients, looped_gradie
 from dissensus.engine import strategies
 from dissensus.engine.training_step import EagerStep
 from dissensus.utils.tensor_tree import OwnTensors
+from refusals import refuses
 
 
 class Coupled(ds.DeepEnsemble):
@@ -102,32 +103,21 @@ def test_both_passes_of_the_loop_drop_the_same_units():
     assert tiny.largest_difference(tiny.gradients(twice), tiny.gradients(once)) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "strategy", [gradients.vectorised_gradients, gradients.looped_gradients], ids=["vectorised", "looped"]
-)
+@pytest.mark.parametrize("strategy", ["vectorised", "looped"])
 def test_a_strategy_changes_nothing_by_itself(strategy):
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     before = tiny.state(posterior)
-    strategy(posterior, Batch(x, y))
+    STRATEGIES[strategy](posterior, Batch(x, y))
     assert tiny.largest_difference(before, tiny.state(posterior)) == 0
     assert all(p.grad is None for p in posterior.parameters())
 
 
 def test_parameters_that_no_member_used_get_no_gradient():
-    class Unused(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
     x, y = tiny.points()
     for posterior in (ds.MAP(Unused().double()), tiny.ensemble(Unused, how="loop")):
         posterior.backward(x, y)
         for name, parameter in posterior.named_parameters():
-            expected_none = "unused" in name
-            assert (parameter.grad is None or float(parameter.grad.abs().max()) == 0) == expected_none, name
+            assert (parameter.grad is None or float(parameter.grad.abs().max()) == 0) == ("never" in name), name
 
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
@@ -146,13 +136,6 @@ def test_gradients_have_memory_and_layout_of_their_own(how):
         grads = [p.grad for p in posterior.parameters()]
         assert len({g.data_ptr() for g in grads}) == len(grads)
         assert all(p.grad.stride() == p.stride() for p in posterior.parameters())
-
-
-def test_backward_works_without_grad_mode():
-    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
-    with torch.no_grad():
-        posterior.backward(x, y)
-    assert len(tiny.gradients(posterior)) == 6
 
 
 METHODS = {
@@ -175,21 +158,16 @@ def test_nothing_is_trained_where_no_gradient_is_recorded(name):
         lambda: posterior.backward(x, y),
         lambda: posterior.loss(x, y),
     ):
-        with (
-            torch.inference_mode(),
-            pytest.raises(ValueError, match=r"^expected gradients to be recorded, got torch.inference_mode\(\)"),
-        ):
-            train()
+        with torch.inference_mode():
+            refuses(train, r"^expected gradients to be recorded, got torch.inference_mode\(\)")
     assert tiny.largest_difference(tiny.state(posterior), before) == 0
     with torch.no_grad():
         ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+        posterior.backward(x, y)
+    assert tiny.gradients(posterior)
     assert int(posterior.steps) == 1
-    assert (
-        tiny.largest_difference(
-            tiny.state(posterior.particles), {k[10:]: before[k] for k in before if k.startswith("particles.")}
-        )
-        > 1e-6
-    )
+    start = {k.removeprefix("particles."): before[k] for k in before if k.startswith("particles.")}
+    assert tiny.largest_difference(tiny.state(posterior.particles), start) > 1e-6
 
 
 def test_gradients_that_lanes_put_into_place_are_those_of_one_lane() -> None:
@@ -209,10 +187,7 @@ def test_gradients_that_lanes_put_into_place_are_those_of_one_lane() -> None:
             network.first.bias[0] = sign
     posterior, lanes = ds.DeepEnsemble(networks), (lambda index: nullcontext(), lambda: None)
     batch = Batch(torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2)
-    plain, placed = (
-        gradients.looped_gradients(posterior, batch),
-        gradients.looped_gradients(posterior, batch, lanes=lanes),
-    )
+    plain, placed = looped_gradients(posterior, batch), looped_gradients(posterior, batch, lanes=lanes)
     assert plain.gradients.keys() == placed.gradients.keys() == {"network.first.weight", "network.first.bias", *OTHER}
     for name, gradient in plain.gradients.items():
         assert torch.equal(placed.gradients[name], gradient)
@@ -317,15 +292,10 @@ def test_gradients_that_are_mixed_are_looked_at_again() -> None:
     assert compute_gradients(posterior, given, partial(looped_gradients, lanes=LANES)).largest is None
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-        ),
-    ],
-)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_the_largest_value_is_not_finite_if_one_number_is_not(bad: str, dtype: torch.dtype, device: str) -> None:
@@ -339,14 +309,10 @@ def test_the_largest_value_is_not_finite_if_one_number_is_not(bad: str, dtype: t
 X, Y = tiny.points(12)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.second(self.first(x).tanh()).tanh())
+def tied() -> nn.Module:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    network[2].weight = network[0].weight
+    return network
 
 
 class Recomputed(nn.Sequential):
@@ -381,7 +347,7 @@ def frozen() -> nn.Module:
 
 NETWORKS = {
     "plain": lambda: nn.Sequential(*layers()),
-    "tied": Tied,
+    "tied": tied,
     "frozen": frozen,
     "parametrised": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)),
     "batch norm": lambda: nn.Sequential(*layers(nn.BatchNorm1d(5))),
@@ -390,10 +356,8 @@ NETWORKS = {
     "unused": Unused,
 }
 WAYS = {
-    "by its own": gradients.looped_gradients,
-    "by other leaves": lambda posterior, batch: gradients.looped_gradients(
-        posterior, batch, member=gradients.member_gradients
-    ),
+    "by its own": looped_gradients,
+    "by other leaves": partial(looped_gradients, member=gradients.member_gradients),
 }
 
 
@@ -465,8 +429,7 @@ def test_a_forward_that_assigns_parameters_leaves_the_callers_in_place():
 
 
 def test_a_network_of_which_nothing_is_trained_has_no_gradients():
-    posterior = ds.MAP(made("plain").requires_grad_(False))
-    found = gradients.looped_gradients(posterior, Batch(X, Y))
+    found = gradients.looped_gradients(ds.MAP(made("plain").requires_grad_(False)), Batch(X, Y))
     assert found.losses.shape == (1,)
     assert not found.gradients
 
@@ -477,8 +440,7 @@ def test_a_loss_of_many_numbers_is_refused():
             value, z, buffers = super().member_loss(params, buffers, batch)
             return value.expand(3), z, buffers
 
-    with pytest.raises(RuntimeError, match="scalar outputs"):
-        gradients.looped_gradients(Many(made("plain")), Batch(X, Y))
+    refuses(lambda: gradients.looped_gradients(Many(made("plain")), Batch(X, Y)), "scalar outputs", RuntimeError)
 
 
 def test_other_tensors_than_its_own_are_put_in_place():

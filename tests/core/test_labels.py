@@ -119,8 +119,7 @@ def test_targets_b_are_a_column(make, outputs):
     found = []
     for targets in (y, y[:, None]):
         torch.manual_seed(0)
-        networks = [nn.Linear(3, outputs) for _ in range(2)]
-        posterior = ds.DeepEnsemble(networks, likelihood=make())
+        posterior = ds.DeepEnsemble([nn.Linear(3, outputs) for _ in range(2)], likelihood=make())
         ds.fit(posterior, (x, targets), epochs=2, validation=(x, targets), targets="standardised", progress=False)
         mine = [posterior.predict(x).log_prob(targets), posterior.loss(x, targets)]
         for method in ("temperature", "isotonic"):

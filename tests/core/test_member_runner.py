@@ -33,9 +33,8 @@ def failing(message="no such kernel"):
 
 def test_the_first_way_that_works_is_taken_from_then_on_with_random_numbers_put_back():
     noted = []
-    run = ways(
-        noted, first=failing("one\nmore"), second=failing(), third=lambda x: (x, torch.rand(2)), fourth=failing()
-    )
+    able = {"third": lambda x: (x, torch.rand(2)), "fourth": failing()}
+    run = ways(noted, first=failing("one\nmore"), second=failing(), **able)
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
@@ -49,21 +48,16 @@ def test_the_first_way_that_works_is_taken_from_then_on_with_random_numbers_put_
 
 
 def test_where_every_way_fails_the_last_ones_error_is_raised_and_none_is_given_up():
+    def out(*_):
+        raise torch.OutOfMemoryError("full")
+
     noted = []
     run = ways(noted, first=failing("of vmap"), last=failing("the caller's own"))
     for _ in range(2):
         refuses(lambda: run(7), "the caller's own", RuntimeError)
     assert run.name == "first"
-    assert noted == []
-
-
-def test_running_out_of_memory_is_no_reason_for_another_way():
-    def out(*_):
-        raise torch.OutOfMemoryError("full")
-
-    noted = []
-    run = ways(noted, first=out, last=lambda x: x)
-    refuses(lambda: run(7), "full", torch.OutOfMemoryError)
+    # Running out of memory is no reason for another way.
+    refuses(lambda: ways(noted, first=out, last=lambda x: x)(7), "full", torch.OutOfMemoryError)
     assert noted == []
 
 
@@ -97,11 +91,8 @@ def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_
         return out, {"b": row.buffers["b"] * 2, "none": ()}, Pair(out.sum(), [out.exp()])
 
     with torch.set_grad_enabled(gradients):
-        found, expected, looped = (
-            run_by_vmap(one, rows, 3),
-            torch.func.vmap(one)(rows),
-            loop(one, map(rows.member_row, range(3))),
-        )
+        found, expected = run_by_vmap(one, rows, 3), torch.func.vmap(one)(rows)
+        looped = loop(one, map(rows.member_row, range(3)))
     assert isinstance(found[2], Pair)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(looped, expected, rtol=1e-14, atol=1e-14)
@@ -113,11 +104,8 @@ def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_
 def test_rows_of_a_large_batch_are_those_of_small_ones():
     posterior, (x, _) = tiny.ensemble(tiny.mlp), tiny.points()
     assert posterior.eval().particles.how == "vectorised"
-    whole, few = (
-        posterior.predict(x).member_means,
-        torch.cat([posterior.predict(x[i : i + 3]).member_means for i in (0, 3, 6, 9)], 1),
-    )
-    torch.testing.assert_close(few, whole, rtol=1e-12, atol=1e-12)
+    few = torch.cat([posterior.predict(x[i : i + 3]).member_means for i in (0, 3, 6, 9)], 1)
+    torch.testing.assert_close(few, posterior.predict(x).member_means, rtol=1e-12, atol=1e-12)
 
 
 def frames(function) -> int:
@@ -378,8 +366,7 @@ def normed() -> nn.Module:
 )
 def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
     posterior = make().train()
-    frozen = posterior.particles.templates[0].network[1]
-    frozen.training = False
+    posterior.particles.templates[0].network[1].training = False
     parts = [*posterior.modules(), *posterior.particles.templates[0].modules()]
     before = [part.training for part in parts]
     with inference_context(posterior):
@@ -387,17 +374,6 @@ def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> 
     assert [part.training for part in parts] == before
     posterior.eval()
     assert inside == [part.training for part in parts]
-
-
-def conv_net() -> nn.Module:
-    layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3)
-    return nn.Sequential(*layers).double()
-
-
-def scale_in_place(posterior: ds.Posterior) -> None:
-    with torch.no_grad():
-        for tensor in posterior.parameters():
-            tensor.mul_(1.5)
 
 
 def assign_data(posterior: ds.Posterior) -> None:
@@ -412,7 +388,7 @@ def assign_state(posterior: ds.Posterior) -> None:
 
 def replace_layer(posterior: ds.Posterior) -> None:
     for template in posterior.particles.templates:
-        template.network[2] = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Dropout(0.9).train())
+        template.network[3] = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Dropout(0.9).train())
 
 
 def hook_layer(posterior: ds.Posterior) -> None:
@@ -421,7 +397,7 @@ def hook_layer(posterior: ds.Posterior) -> None:
 
 
 CHANGES = {
-    "weights in place": scale_in_place,
+    "weights in place": in_place,
     "weights assigned": assign_data,
     "state assigned": assign_state,
     "a layer replaced": replace_layer,
@@ -434,11 +410,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("make", [ds.MAP, lambda net: ds.DeepEnsemble([net, conv_net()])], ids=["MAP", "DeepEnsemble"])
+@pytest.mark.parametrize("make", [ds.MAP, lambda net: ds.DeepEnsemble([net, network()])], ids=["MAP", "DeepEnsemble"])
 def test_what_changes_between_two_predictions_counts_in_the_second(make, change) -> None:
     """Modules, rows and kinds of inputs are remembered; a copy, which remembers nothing, predicts the same."""
     torch.manual_seed(0)
-    posterior, x = make(conv_net()).eval(), torch.randn(1, 1, 4, 4, dtype=torch.float64)
+    posterior, x = make(network()).eval(), torch.randn(1, 1, 4, 4, dtype=torch.float64)
     before = posterior.predict(x).log_probs
     CHANGES[change](posterior)
     dtype = next(posterior.parameters()).dtype
@@ -456,7 +432,7 @@ def test_what_changes_between_two_predictions_counts_in_the_second(make, change)
     ids=["inference_mode", "enable_grad", "no_grad", "autocast"],
 )
 def test_a_prediction_in_another_context_leaves_the_next_ones_as_they_were(context) -> None:
-    posterior = ds.DeepEnsemble([conv_net(), conv_net()]).float().eval()
+    posterior = ds.DeepEnsemble([network(), network()]).float().eval()
     x = torch.randn(2, 1, 4, 4)
     with context():
         inside = posterior.predict(x).log_probs
@@ -468,7 +444,7 @@ def test_a_prediction_in_another_context_leaves_the_next_ones_as_they_were(conte
 
 
 def test_rows_kept_for_predictions_do_not_keep_the_memory_of_tensors_that_were_replaced() -> None:
-    posterior = ds.DeepEnsemble([conv_net(), conv_net()]).eval()
+    posterior = ds.DeepEnsemble([network(), network()]).eval()
     posterior.predict(torch.randn(1, 1, 4, 4, dtype=torch.float64))
     assert posterior.particles.runner.cut.known is not None
     assert copy.deepcopy(posterior).particles.runner.cut.known is None

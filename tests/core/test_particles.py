@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
 import tiny
-from dissensus.core.particles import Particles, Rows, loop
-from dissensus.numerics.randomness import save_random_state
+from dissensus.core.particles import Particles
 from refusals import refuses
 from thinning import thinned
 
@@ -28,23 +27,14 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+def attention() -> nn.Module:
+    layers = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 3)}
+    return tiny.Network(lambda self, x: self.head(self.attention(x, x, x, need_weights=False)[0].mean(1)), **layers)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[:, 0])
+def encoder() -> nn.Module:
+    layers = {"layer": nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), "head": nn.Linear(4, 3)}
+    return tiny.Network(lambda self, x: self.head(self.layer(x)[:, 0]), **layers)
 
 
 class Branching(nn.Module):
@@ -71,13 +61,8 @@ class Reading(nn.Module):
         return hidden / hidden.abs().max().item()
 
 
-class BranchingOnInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+def branching_on_inputs() -> nn.Module:
+    return tiny.Network(lambda self, x: self.layer(x) if x.sum() > 0 else -self.layer(x), layer=nn.Linear(4, 3))
 
 
 class Counting(nn.Module):
@@ -102,13 +87,9 @@ class Counting(nn.Module):
         return hidden
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x).mean(1))
+def bag_of_words() -> nn.Module:
+    layers = {"table": nn.Embedding(10, 4, padding_idx=0), "head": nn.Linear(4, 3)}
+    return tiny.Network(lambda self, x: self.head(self.table(x).mean(1)), **layers)
 
 
 class Tied(nn.Module):
@@ -146,6 +127,15 @@ def normed(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), layer, nn.ReLU(inplace=True), nn.Linear(6, 3))
 
 
+def convolutions() -> nn.Module:
+    ends = nn.ConvTranspose2d(4, 3, 2, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), *ends)
+
+
+def parametrised(norm) -> nn.Module:
+    return nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
+
+
 # name -> (network, inputs, whether vmap can run it in training)
 NETWORKS = {
     "batch norm": (lambda: normed(nn.BatchNorm1d(6)), vectors, True),
@@ -154,39 +144,20 @@ NETWORKS = {
     "group norm": (lambda: normed(nn.GroupNorm(2, 6)), vectors, True),
     "layer norm": (lambda: normed(nn.LayerNorm(6)), vectors, True),
     "in-place relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), vectors, True),
-    "attention": (Attention, sequences, True),
-    "transformer layer": (Encoder, sequences, True),
-    "embedding": (Words, words, True),
-    "convolutions": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(4, 3, 2, stride=2),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-        ),
-        images,
-        True,
-    ),
+    "attention": (attention, sequences, True),
+    "transformer layer": (encoder, sequences, True),
+    "embedding": (bag_of_words, words, True),
+    "convolutions": (convolutions, images, True),
     "lstm": (lambda: Recurrent(nn.LSTM), sequences, False),
     "gru": (lambda: Recurrent(nn.GRU), sequences, False),
     "a branch on values": (Branching, vectors, False),
-    "a branch on inputs": (BranchingOnInputs, vectors, True),
+    "a branch on inputs": (branching_on_inputs, vectors, True),
     "item": (Reading, vectors, False),
     "buffers of all kinds": (Counting, vectors, True),
     "tied weights": (Tied, vectors, True),
     "one gradient for two": (Sum, vectors, True),
-    "weight norm": (
-        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)),
-        vectors,
-        True,
-    ),
-    "spectral norm": (
-        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)),
-        vectors,
-        False,
-    ),
+    "weight norm": (lambda: parametrised(parametrizations.weight_norm), vectors, True),
+    "spectral norm": (lambda: parametrised(parametrizations.spectral_norm), vectors, False),
 }
 
 
@@ -250,38 +221,20 @@ def test_members_do_what_the_networks_do_alone(network):
 def test_a_fallback_sees_the_same_random_numbers():
     """The attempt that failed leaves no trace in the random stream."""
 
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.drop, self.after = nn.Linear(4, 4), nn.Dropout(0.5), Reading()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.after(self.drop(self.before(x)))
-
     y = torch.arange(6) % 3
     roads = (lambda p: p.backward(vectors, y), lambda p: p.loss(vectors, y), lambda p: p(vectors))
     for road in roads:
         results = []
-        for posterior in both(Dropping):
+        for posterior in both(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Reading())):
             torch.manual_seed(3)
             results.append((road(posterior), torch.rand(1)))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
 
 
-def test_an_error_of_the_network_itself_is_raised_as_it_is():
-    posterior = tiny.ensemble(lambda: nn.Linear(4, 3), how="vectorised")
-    refuses(lambda: posterior(torch.zeros(6, 5, dtype=torch.float64)), "mat1 and mat2", RuntimeError)
-    assert posterior.particles.how == "vectorised"
-
-
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
 def test_members_drop_different_units(how):
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 3, bias=False))
-
-    networks = [make() for _ in range(3)]
-    posterior = ds.DeepEnsemble(networks)
+    posterior = ds.DeepEnsemble([nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 3, bias=False)) for _ in range(3)])
     posterior.particles.how = how
     with torch.no_grad():
         for parameter in posterior.parameters():
@@ -294,33 +247,23 @@ def test_members_drop_different_units(how):
     assert torch.equal(posterior.eval()(torch.ones(1, 400))[..., 0], torch.full((3, 1), 400.0))
 
 
-def test_tied_weights_stay_tied(tmp_path):
-    posterior = tiny.ensemble(Tied)
-    # encode.weight once, not twice; norm's weight and bias
-    assert sum(1 for _ in posterior.particles.own.parameters()) == 3
+@pytest.mark.parametrize(
+    "build", [lambda: tiny.ensemble(Tied), lambda: ds.MAP(Tied().to(torch.float64))], ids=["stacked", "held"]
+)
+def test_tied_weights_stay_tied(build, tmp_path):
+    posterior = build()
+    assert len(list(posterior.parameters())) == 3  # encode.weight once, not twice; norm's weight and bias
     optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
     for _ in range(3):
         posterior.zero_grad()
         posterior.backward(vectors, torch.arange(6) % 3)
         optimizer.step()
-    for i in range(3):
-        member = posterior.member(i)
-        assert member.encode.weight is member.decode.weight
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, Tied())
-    member = loaded.member(1)
-    assert member.encode.weight is member.decode.weight
-    assert torch.equal(loaded.predict(vectors).member_means, posterior.predict(vectors).member_means)
-
-
-def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
-    network = Tied().to(torch.float64)
-    posterior = ds.MAP(network)
-    assert len(list(posterior.parameters())) == 3
-    member = posterior.member(0)
-    assert member.encode.weight is member.decode.weight
-    ds.save(posterior, tmp_path)
-    loaded = ds.load(tmp_path, Tied())
+    for each in (posterior, loaded):
+        for i in range(posterior.particles.members):
+            member = each.member(i)
+            assert member.encode.weight is member.decode.weight
     assert len(list(loaded.parameters())) == 3
     assert torch.equal(loaded.predict(vectors).member_means, posterior.predict(vectors).member_means)
 
@@ -461,22 +404,6 @@ def test_a_held_network_is_the_callers_own():
     torch.testing.assert_close(posterior.eval()(x)[0], network(x), rtol=0, atol=0)
 
 
-def test_the_loop_stacks_trees_of_tensors():
-    rows = Rows({"w": torch.arange(3.0)}, {}, {"v": torch.arange(3.0) * 10})
-    found, (sums,) = loop(
-        lambda row: ({"w": row.own["w"]}, (row.own["w"] + row.varying["v"],)), map(rows.member_row, range(3))
-    )
-    assert torch.equal(found["w"], torch.arange(3.0))
-    assert torch.equal(sums, torch.arange(3.0) * 11)
-
-
-def test_random_state_is_put_back():
-    restore = save_random_state()
-    first = torch.rand(3)
-    restore()
-    assert torch.equal(torch.rand(3), first)
-
-
 class Checkpointed(nn.Module):
     """A network whose middle is computed again in the backward pass."""
 
@@ -528,30 +455,19 @@ def test_training_with_them_counts_every_batch_once_in_the_callers_own_network()
     networks[1].load_state_dict(networks[0].state_dict())
     for network in networks:
         posterior = ds.MAP(network)
-        ds.fit(
-            posterior, [(x, y)] * 2, epochs=2, optimizer=torch.optim.SGD(posterior.parameters(), 0.1), progress=False
-        )
+        optimizer = torch.optim.SGD(posterior.parameters(), 0.1)
+        ds.fit(posterior, [(x, y)] * 2, epochs=2, optimizer=optimizer, progress=False)
     assert networks[1].norm.num_batches_tracked == 4
     assert tiny.largest_difference(*(network.state_dict() for network in networks)) < 1e-12
 
 
-def test_reentrant_checkpoints_are_refused_by_torchs_own_words():
+def test_reentrant_checkpoints_and_layers_changed_for_the_forward_pass_alone_are_refused():
     posterior, (x, y) = ds.DeepEnsemble([Checkpointed(reentrant=True).double() for _ in range(2)]), tiny.points()
     refuses(lambda: posterior.backward(x, y), "use_reentrant=False", RuntimeError)
-
-
-class Deeper(Checkpointed):
-    """Without dropout of its own, which `rate` does not take."""
-
-    def __init__(self):
-        super().__init__()
-        del self.drop
-        self.drop = nn.Identity()
-
-
-def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_computed_again():
-    posterior, (x, y) = ds.MCDropout(Deeper().double(), rate=0.3, samples=3), tiny.points()
-    refuses(lambda: posterior.backward(x, y), "recomputed in the backward pass, got other values")
+    network = Checkpointed().double()
+    network.drop = nn.Identity()  # `rate` takes no dropout beside its own
+    changed = ds.MCDropout(network, rate=0.3, samples=3)
+    refuses(lambda: changed.backward(x, y), "recomputed in the backward pass, got other values")
 
 
 @pytest.mark.parametrize(
@@ -574,9 +490,7 @@ def test_scripted_and_traced_networks_and_parts_say_why_they_do_not_work(kind, p
             made = torch.jit.script(layer) if kind == "script" else torch.jit.trace(layer, torch.zeros(2, 4))
         return nn.Sequential(made, nn.Linear(3, 3)) if part else made
 
-    told = (
-        f"expected a network of Python modules, got {'0' if part else 'one'} of torch.jit, which .*; pass the one that"
-    )
+    told = f"of Python modules, got {'0' if part else 'one'} of torch.jit, which .*; pass the one that"
     for build in (ds.MAP, ds.SWAG, lambda net: ds.DeepEnsemble([net, net]), lambda net: ds.NodeBNN(net, data_size=9)):
         with pytest.raises(TypeError, match=told):
             build(net())

@@ -123,8 +123,7 @@ def test_gaussian_blur_equals_scikit_image(severity: int) -> None:
 
 @pytest.mark.parametrize("severity", often([1, 5], [2, 3, 4]))
 def test_zoom_blur_equals_scipy(severity: int) -> None:
-    stop = (1.06, 1.11, 1.16, 1.21, 1.26)[severity - 1]
-    factors = np.arange(1, stop, 0.01)
+    factors = np.arange(1, (1.06, 1.11, 1.16, 1.21, 1.26)[severity - 1], 0.01)
     assert len(factors) == constants("zoom_blur", severity)[0]  # 7, 12, 16, 21, 26: rounding lets two ends in
 
     def published(image: np.ndarray) -> np.ndarray:
@@ -231,8 +230,7 @@ def reference() -> Iterator[types.ModuleType]:
 
 def scene(count: int, seed: int = 0, side: int = 32) -> np.ndarray:
     """(count, side, side, 3) uint8: smooth coloured pictures with some edges, over the whole range of levels."""
-    generator = np.random.default_rng(seed)
-    fine = generator.normal(size=(count, side, side, 3))
+    fine = np.random.default_rng(seed).normal(size=(count, side, side, 3))
     smooth = scipy.ndimage.gaussian_filter(fine, (0, 3, 3, 0), mode="wrap") * 10 + 0.3 * np.sign(fine[:, :1, :1])
     return np.uint8(np.clip(127 + 90 * smooth + 12 * fine, 0, 255))
 

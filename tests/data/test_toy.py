@@ -102,8 +102,7 @@ def test_x_sin_x_has_a_gap_and_noise_of_a_quarter():
     assert right.max() <= 6.0
     assert abs(float(left.mean()) - 2.0) < 4 / (12 * 3000) ** 0.5
     assert abs(float(right.mean()) - 5.25) < 4 * 1.5 / (12 * 3000) ** 0.5
-    noise = y - x * torch.sin(x)
-    assert abs(float(noise.std()) - 0.25) < 4 * 0.25 / 12000**0.5
+    assert abs(float((y - x * torch.sin(x)).std()) - 0.25) < 4 * 0.25 / 12000**0.5
     assert x_sin_x()[0].shape == (90, 1)
 
 
@@ -217,5 +216,4 @@ def test_wrong_rows_are_not_those_that_are_held_out_with_the_same_seed():
     (torch.ones(4), 0.5, "expected labels .N,. from 0 to 2"),
 ])  # fmt: skip
 def test_what_is_no_label_or_no_share_is_an_error(labels, share, message):
-    with pytest.raises(ValueError, match=message):
-        noisy_labels(labels, share, classes=3)
+    refuses(lambda: noisy_labels(labels, share, classes=3), message)

@@ -50,8 +50,7 @@ def ended(process, seconds=180):
 def undisturbed(folder):
     folder.mkdir()
     (folder / "go").touch()
-    process = torchrun(folder)
-    assert ended(process) == 0, (folder / "log.txt").read_text()
+    assert ended(torchrun(folder)) == 0, (folder / "log.txt").read_text()
     return ds.load(folder / "saved")
 
 

@@ -63,8 +63,7 @@ def on_a_rank(members, data):
 
 
 def test_four_processes_lie_in_a_grid():
-    found = workers().run(4, on_a_rank, 2, None)
-    for rank, each in enumerate(found):
+    for rank, each in enumerate(workers().run(4, on_a_rank, 2, None)):
         assert each["rank"] == rank
         assert each["at"] == [rank // 2, rank % 2]
         assert torch.equal(each["gathered"], torch.stack([torch.arange(5.0), -torch.arange(5.0)]))

@@ -124,8 +124,7 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
     four = workers().run(4, fit, name, path, 1, (2, 2))
     for found in workers().run(2, fit, name, path, 1, (2, 1)):  # resumed and not trained
         assert same(found, four[0])
-    two = workers().run(2, fit, name, path, 2, (1, 2))
-    assert same(fit(name, path, 2), two[0])
+    assert same(fit(name, path, 2), workers().run(2, fit, name, path, 2, (1, 2))[0])
     found = fit(name, path, 4)  # on to the end by one
     # Alone, broken off at the same epochs: chains plan their snapshots anew for every length of a run.
     *_, expected = (fit(name, tmp_path / "alone.pt", epochs) for epochs in (1, 2, 4))
@@ -274,8 +273,7 @@ def seeing(folder, apart):
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused_on_all(tmp_path):
-    found = workers().run(4, seeing, tmp_path, True)
-    for rank, word in enumerate(found):
+    for rank, word in enumerate(workers().run(4, seeing, tmp_path, True)):
         assert f"got {tmp_path / str(rank // 2)}, which rank 2 (" in word
         assert ", 3 (" in word
     assert workers().run(4, seeing, tmp_path, False) == [None] * 4

@@ -313,8 +313,7 @@ def test_checks_are_one_batch_late_but_for_the_first_and_those_at_once():
     assert done[-2:] == [3, 13]
     late.finish()
     assert len(done) == 8
-    at_once = LateChecks(at_once=True, behind=3)
-    at_once.add(torch.tensor(20), lambda value: done.append(int(value)))
+    LateChecks(at_once=True, behind=3).add(torch.tensor(20), lambda value: done.append(int(value)))
     assert done[-1] == 20
 
 

@@ -145,8 +145,7 @@ def test_a_callback_keeps_every_kth_epoch_and_training_is_the_same():
     watched, record = trained(True)
     alone, _ = trained(False)
     assert record.epochs == [2, 4]
-    now = record.measure(5)
-    assert now == member_distances(watched, x, y)
+    assert record.measure(5) == member_distances(watched, x, y)
     assert record.epochs == [2, 4, 5]
     assert record.distances[0] != record.distances[1]
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
@@ -258,8 +257,7 @@ def test_weights_of_the_rows_are_used_and_missing_ones_are_said(caplog):
     posterior = ds.MAP(nn.Linear(1, 1), likelihood=ds.Regression(noise=0.5))
     x = torch.randn(60, 1)
     y, weight = posterior.predict(x).mean + torch.randn(60, 1), torch.rand(60) + 0.1
-    conformal = ds.conformal(posterior, [(x, y, weight)])
-    lower, upper = conformal.interval(x, weight=weight)
+    lower, upper = ds.conformal(posterior, [(x, y, weight)]).interval(x, weight=weight)
     found = ds.evaluate(posterior, [(x, y, weight)]).metrics
     assert found["conformal/coverage"] == pytest.approx(float(((lower <= y) & (y <= upper)).double().mean()))
     with caplog.at_level("WARNING", "dissensus"):

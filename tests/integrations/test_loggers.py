@@ -149,8 +149,7 @@ def test_tensorboard_mlflow_and_wandb_get_the_numbers_of_the_history(monkeypatch
     writer, mlflow, run = Calls(), Calls(), Calls()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     ready = [loggers.TensorBoard(writer), loggers.MLflow(), loggers.WandB(run)]
-    history = train(callback=ready, on_step=ready[0])
-    rows = [epoch.row() for epoch in history.epochs]
+    rows = [epoch.row() for epoch in train(callback=ready, on_step=ready[0]).epochs]
     wanted = [(f"epoch/{name}", row[name], row["epoch"]) for row in rows for name in NAMES]
     assert [call[1:] for call in writer.calls if call[0] == "add_scalar" and call[1].startswith("epoch")] == wanted
     assert [call[3] for call in writer.calls if call[1:2] == ("step/loss",)] == [1, 2, 3, 4, 5, 6]
@@ -197,8 +196,7 @@ def test_optuna_gets_validation_scores_and_ends_a_trial(monkeypatch):
 )
 def test_a_package_that_is_missing_is_named_in_one_line(build, package, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=f"^this logger needs {package}: pip install {package}$"):
-        build()
+    refuses(lambda: build(), f"^this logger needs {package}: pip install {package}$", ImportError)
 
 
 def test_wandb_without_a_run_is_refused(monkeypatch):

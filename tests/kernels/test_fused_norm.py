@@ -373,16 +373,7 @@ def test_predictions_with_batch_norm_folded_into_convolutions_are_those_of_torch
 @pytest.mark.skipif(INTERPRETED, reason="runs the other tests of this file")
 def test_kernels_in_tritons_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__)),
-        "-k",
-        "torch and cpu",
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-k", "torch and cpu"]
+    command = [sys.executable, "-m", "pytest", *options, str(Path(__file__))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-3000:]

@@ -148,8 +148,7 @@ def test_what_follows_row_by_row_is_computed_once_for_all_members() -> None:
         found(w[1].transpose(1, 2), None, scale[1])
         assert made[2:] == [(4, 2, 2)] * 3
     assert kept.is_fresh()
-    found_then = kept._made[0][0]
-    found_then.add_(1)  # by a network that writes to what it gets
+    kept._made[0][0].add_(1)  # by a network that writes to what it gets
     assert not kept.is_fresh()
     with use_weight_cache(kept, casts=False):
         assert torch.equal(found(w[2], None, scale[2])[0], w[2] * scale[2][:, None, None])

@@ -154,18 +154,11 @@ class Marked(nn.Linear):
 
 
 def test_what_cannot_be_converted_is_listed_with_the_reason():
-    network = nn.ModuleDict(
-        {
-            "attention": nn.MultiheadAttention(4, 2),
-            "lstm": nn.LSTM(4, 4),
-            "loud": Loud(4, 4),
-            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-            "prelu": nn.PReLU(),
-            "norm": nn.LayerNorm(4),
-            "marked": Marked(4, 4),
-        }
-    )
-    cut_network, account = tripled(network)
+    layers = {"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(4, 4), "loud": Loud(4, 4)}
+    layers |= {"normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "biased": nn.Linear(4, 4)}
+    nn.utils.parametrize.register_parametrization(layers["biased"], "bias", nn.Softplus())
+    layers |= {"prelu": nn.PReLU(), "norm": nn.LayerNorm(4), "marked": Marked(4, 4)}
+    cut_network, account = tripled(nn.ModuleDict(layers))
     assert list(account.converted) == ["marked"]
     assert isinstance(cut_network["marked"], Marked)
     words = {
@@ -174,6 +167,7 @@ def test_what_cannot_be_converted_is_listed_with_the_reason():
         "lstm": "recurrent",
         "loud": "has its own forward",
         "normed": "computed from others",
+        "biased": "its bias is computed from others (a parametrization)",
         "prelu": "PReLU has its own parameters",
     }
     for name, word in words.items():
@@ -201,8 +195,7 @@ def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_to
     cut_encoder, _ = tripled(encoder)
     slow = cut_encoder(x, src_key_padding_mask=padding)
     with torch.no_grad():
-        fast = cut_encoder(x, src_key_padding_mask=padding)
-        torch.testing.assert_close(fast, slow)
+        torch.testing.assert_close(cut_encoder(x, src_key_padding_mask=padding), slow)
         again = fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
     torch.testing.assert_close(again[~padding], slow.detach()[~padding])
     assert vars(cut_encoder).keys() == vars(encoder).keys()
@@ -232,15 +225,11 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
         (nn.Sequential(nn.ReLU()), "expected a network with a linear or convolutional layer, got Sequential"),
         (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight', which is lazy"),
         (nn.Sequential(nn.Embedding(2, 2)), "lookup"),
+        (tripled(nn.Sequential(nn.Linear(2, 2)))[0], "already converted"),
     ],
 )
 def test_a_network_without_anything_to_convert_is_refused(network, words):
     refuses(lambda: tripled(network), words)
-
-
-def test_a_converted_network_is_not_converted_again():
-    cut_network, _ = tripled(nn.Sequential(nn.Linear(2, 2)))
-    refuses(lambda: tripled(cut_network), "already converted")
 
 
 def test_modes_stay_as_they_were():
@@ -248,29 +237,6 @@ def test_modes_stay_as_they_were():
     network[0].eval()
     cut_network, _ = tripled(network)
     assert [part.training for part in cut_network] == [False, True]
-
-
-class Standardised(nn.Conv2d):
-    """A convolution that standardises its kernels where torch's own uses them: a scale folded into those would be lost."""
-
-    def _conv_forward(self, input, weight, bias):
-        weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
-        return super()._conv_forward(input, weight, bias)
-
-
-def test_a_convolution_that_computes_something_else_of_its_kernel_is_left():
-    network = nn.Sequential(Standardised(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
-    _, account = tripled(network)
-    assert (list(account.converted), list(account.left)) == (["2"], ["0"])
-    assert "has its own forward" in account.left["0"]
-
-
-def test_a_layer_whose_bias_is_computed_is_left():
-    network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    nn.utils.parametrize.register_parametrization(network[0], "bias", nn.Softplus())
-    _, account = tripled(network)
-    assert list(account.converted) == ["1"]
-    assert account.left["0"] == "its bias is computed from others (a parametrization)"
 
 
 class Unfollowed(nn.Module):
@@ -420,6 +386,7 @@ def test_layers_stand_in_the_order_of_calls():
     assert in_order(network, weighted(network)) == ["a", "b", "c"]
     assert all("forward" not in vars(part) for part in network.modules())
     network(torch.randn(3, 2))
+    assert in_order(nn.Linear(2, 2), [""]) == [""]
 
 
 def test_a_forward_that_asks_for_sizes_leaves_the_order_of_registration():
@@ -435,10 +402,6 @@ def test_networks_of_the_library_are_run_on_symbols(make):
     met = in_order(network, list(reversed(names)))
     assert met[0] == names[0]
     assert met[-1] == names[-1]
-
-
-def test_the_network_itself_may_be_the_only_layer_called():
-    assert in_order(nn.Linear(2, 2), [""]) == [""]
 
 
 def test_neither_hooks_nor_the_network_keep_a_symbol():
@@ -535,5 +498,4 @@ class Wrapper(nn.Module):
 
 
 def test_a_layer_that_has_only_the_name_is_not_taken_for_one():
-    named = type("Conv1D", (Wrapper,), {})()
-    assert list(convertible_copy(nn.Sequential(named))[1]) == ["0.conv"]
+    assert list(convertible_copy(nn.Sequential(type("Conv1D", (Wrapper,), {})()))[1]) == ["0.conv"]

@@ -87,8 +87,7 @@ def test_iBNNs_bias_latent_is_one_number_for_each_layer_with_a_bias():
     x, z = torch.randn(2, 4), torch.rand(made.latents) + 0.5
     layer = made.network[0]
     with use_latents(made.network, split_by_layer(made.sites, z)):
-        expected = (x * z[:4]) @ layer.weight.T + z[4] * layer.bias
-        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(layer(x), (x * z[:4]) @ layer.weight.T + z[4] * layer.bias)
 
 
 def test_layers_are_chosen_by_pattern_and_the_account_says_which():

@@ -26,8 +26,7 @@ def test_it_is_the_density_of_the_inputs_covariance():
     a, b = network[1].weight.detach(), torch.randn(5, 6, dtype=torch.float64)
     difference = (prior.log_prob({"1.weight": b}) - prior.log_prob({"1.weight": a})) / 50
     torch.testing.assert_close(difference, density(a) - density(b), rtol=0, atol=1e-10)
-    loader = [(part, None) for part in x.split(7)]
-    again = EmpCov(loader, network, "1", alpha=0.5, epsilon=0.01)
+    again = EmpCov([(part, None) for part in x.split(7)], network, "1", alpha=0.5, epsilon=0.01)
     torch.testing.assert_close(again.log_prob({"1.weight": a}), prior.log_prob({"1.weight": a}), rtol=0, atol=1e-8)
     assert not prior.state_dict()
 

@@ -73,15 +73,11 @@ class Marked(torch.autograd.Function):
 def test_in_the_loop_one_members_graph_is_alive_at_a_time():
     """Also for coupled members: what they are compared in is found first, and no graph of it is kept."""
 
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+    def make():
+        layers = {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3)}
+        return tiny.Network(lambda self, x: self.last(torch.tanh(Marked.apply(self.first(x)))), **layers)
 
-        def forward(self, x):
-            return self.last(torch.tanh(Marked.apply(self.first(x))))
-
-    posterior, (x, y) = FoRDE(networks(5, Network)), tiny.points()
+    posterior, (x, y) = FoRDE(networks(5, make)), tiny.points()
     for strategy, expected in ((strategies.looped_gradients, 1), (strategies.looped_keeping_graphs, 5)):
         Token.most = 0
         strategy(posterior, Batch(x, y))
@@ -111,17 +107,10 @@ def test_options_reach_the_kernel():
 def test_log_probability_gradients_do_not_see_a_common_shift_of_logits():
     """A quadratic added to all logits leaves softmax and loss as they are; only the raw logit's gradient changes."""
 
-    class Shifted(nn.Module):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x):
-            return self.net(x) + 3 * x.square().sum(1, keepdim=True)
-
     nets, (x, y) = networks(), tiny.points()
+    moved = [tiny.Network(lambda self, x: self.net(x) + 3 * x.square().sum(1, keepdim=True), net=net) for net in nets]
     for gradient, same in (("log_prob", True), ("logit", False)):
-        straight, shifted = FoRDE(nets, gradient=gradient), FoRDE([Shifted(n) for n in nets], gradient=gradient)
+        straight, shifted = FoRDE(nets, gradient=gradient), FoRDE(moved, gradient=gradient)
         straight.backward(x, y)
         shifted.backward(x, y)
         close = torch.allclose(flat_gradients(straight), flat_gradients(shifted), rtol=0, atol=1e-10)
@@ -152,10 +141,8 @@ def test_batches_gathered_to_a_step_are_scaled_by_the_rows_of_the_step(engine):
     gathered, single, named = FoRDE(nets), FoRDE(nets), FoRDE(nets, batch_size=32)
     for posterior, batches, accumulate in ((gathered, 4, 4), (single, 1, 1), (named, 1, 1)):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
-        ds.fit(
-            posterior, [(x, y)] * batches, epochs=1, optimizer=optimizer, accumulate=accumulate, engine=engine,
-            progress=False,
-        )  # fmt: skip
+        how = {"optimizer": optimizer, "accumulate": accumulate, "engine": engine}
+        ds.fit(posterior, [(x, y)] * batches, epochs=1, **how, progress=False)
     expected = expected_gradients(nets, x, y, 1 / 32)
     torch.testing.assert_close(flat_gradients(gathered), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(flat_gradients(named), expected, rtol=0, atol=1e-10)
@@ -175,11 +162,8 @@ def test_rows_with_void_labels_are_as_if_they_were_not_there(strategy, weighting
     likelihood = ds.Classification(ignore_index=7)
     weight = torch.rand(12, dtype=torch.float64) + 0.5 if weighting else None
     posterior = FoRDE(nets, batch_size=12, gradient=gradient, likelihood=likelihood)
-    both = Batch(
-        torch.stack([x, noise], 1).flatten(0, 1),
-        torch.stack([y, void], 1).flatten(),
-        None if weight is None else torch.stack([weight, weight], 1).flatten(),
-    )
+    twice = None if weight is None else torch.stack([weight, weight], 1).flatten()
+    both = Batch(torch.stack([x, noise], 1).flatten(0, 1), torch.stack([y, void], 1).flatten(), twice)
     half = strategy(posterior, both)
     alone = strategy(posterior, Batch(x, y, weight))
     assert tiny.largest_difference(half.gradients, alone.gradients) < 1e-10
@@ -313,20 +297,15 @@ def test_repulsion_makes_input_gradients_differ():
 
 
 def test_attention_can_be_differentiated_twice():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0, batch_first=True)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.layer(x).mean(1))
+    def make():
+        layers = {"layer": nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), "head": nn.Linear(4, 3)}
+        return tiny.Network(lambda self, x: self.head(self.layer(x).mean(1)), **layers)
 
     x, y = torch.randn(6, 5, 4), torch.arange(6) % 3
     gradients = []
     for how in ("loop", "vectorised"):
         torch.manual_seed(0)
-        posterior = FoRDE([Attention() for _ in range(3)], repulsion=1.0)
+        posterior = FoRDE([make() for _ in range(3)], repulsion=1.0)
         posterior.particles.how = how
         posterior.backward(x, y)
         assert posterior.particles.how == how
@@ -361,38 +340,31 @@ class Custom(nn.Module):
 def test_a_network_that_cannot_be_differentiated_twice_is_a_clear_error():
     x, y = tiny.points()
     posterior = FoRDE([Custom(), Custom()])
-    stream = torch.get_rng_state()
-    with pytest.raises(ValueError, match="expected a network that can be differentiated twice, got one that cannot"):
-        posterior.backward(x.float(), y)
+    stream, told = torch.get_rng_state(), "expected a network that can be differentiated twice, got one that cannot"
+    refuses(lambda: posterior.backward(x.float(), y), told)
     assert torch.equal(torch.get_rng_state(), stream)
     refuses(lambda: ds.fit(posterior, [(x.float(), y)], epochs=1, progress=False), "differentiated twice")
     # Where nobody is repelled, once is enough.
     FoRDE([Custom()]).backward(x.float(), y)
 
 
-class Cut(nn.Module):
-    """Features without a graph in front of a layer that trains."""
-
-    def __init__(self, how: str):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.how = how
-
-    def forward(self, x):
-        if self.how == "no_grad":
-            with torch.no_grad():
-                hidden = self.first(x)
-        elif self.how == "numpy":
-            hidden = torch.from_numpy(x.detach().numpy().copy()) @ self.first.weight.T
-        else:
-            hidden = self.first(x).detach()
-        return self.last(torch.tanh(hidden))
+# Features without a graph, of a first layer and inputs.
+CUTS = {
+    "no_grad": torch.no_grad()(lambda first, x: first(x)),
+    "detach": lambda first, x: first(x).detach(),
+    "numpy": lambda first, x: torch.from_numpy(x.detach().numpy().copy()) @ first.weight.T,
+}
 
 
-@pytest.mark.parametrize("how", ["no_grad", "detach", "numpy"])
+def cut(how):
+    layers = {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3)}
+    return tiny.Network(lambda self, x: self.last(torch.tanh(CUTS[how](self.first, x))), **layers)
+
+
+@pytest.mark.parametrize("how", CUTS)
 def test_a_network_that_cuts_its_graph_is_a_clear_error(how):
     """Its input gradients are zeros that no weight can move: FoRDE would silently be a deep ensemble."""
-    (x, y), nets = tiny.points(), networks(2, lambda: Cut(how))
+    (x, y), nets = tiny.points(), networks(2, lambda: cut(how))
     for posterior in (FoRDE(nets), LIT(nets, strength=1.0)):
         with pytest.raises(ValueError, match="expected input gradients that depend on the trained weights, got"):
             posterior.backward(x, y)
@@ -477,8 +449,8 @@ def test_bad_input_is_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
     refuses(lambda: FoRDE([]), "expected at least one module, got none")
     refuses(lambda: FoRDE([nets[0], copy.deepcopy(nets[0])]), "got members 0 and 1 equal")
-    with pytest.raises(TypeError, match="expected Lengthscales, got Tensor; make pca_lengthscales"):
-        FoRDE(nets, lengthscales=torch.eye(4))
+    told = "expected Lengthscales, got Tensor; make pca_lengthscales"
+    refuses(lambda: FoRDE(nets, lengthscales=torch.eye(4)), told, TypeError)
     refuses(lambda: FoRDE(nets, bandwidth="median"), "expected bandwidth of reference, sample, algorithm, got 'median'")
     refuses(lambda: FoRDE(nets, gradient="loss"), "expected gradient of logit, log_prob, got 'loss'")
     for repulsion in ("B", -1.0, math.nan):
@@ -499,14 +471,14 @@ def test_inputs_without_directions_are_clear_errors():
     """One feature has a sign for a direction; integers have no gradient."""
     one = FoRDE([nn.Linear(1, 3), nn.Linear(1, 3)])
     y = torch.zeros(5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"at least two floating-point features, got only one.*\[x/2, \(x/2\)²\]"):
-        one.backward(torch.randn(5, 1), y)
+    told = r"at least two floating-point features, got only one.*\[x/2, \(x/2\)²\]"
+    refuses(lambda: one.backward(torch.randn(5, 1), y), told)
     words = FoRDE([nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)) for _ in range(2)])
-    with pytest.raises(ValueError, match="expected inputs of at least two floating-point features, got integers only"):
-        words.backward(torch.zeros(5, 2, dtype=torch.int64), y)
+    told = "expected inputs of at least two floating-point features, got integers only"
+    refuses(lambda: words.backward(torch.zeros(5, 2, dtype=torch.int64), y), told)
     images = FoRDE([nn.Sequential(nn.Flatten(), nn.Linear(12, 3)) for _ in range(2)])
-    with pytest.raises(ValueError, match=r"got integers only; pass x\.float\(\) / 255 of images"):
-        images.backward(torch.zeros(5, 3, 2, 2, dtype=torch.uint8), y)
+    told = r"got integers only; pass x\.float\(\) / 255 of images"
+    refuses(lambda: images.backward(torch.zeros(5, 3, 2, 2, dtype=torch.uint8), y), told)
 
 
 @pytest.mark.parametrize("build", [FoRDE, lambda nets: LIT(nets, strength=1.0)])

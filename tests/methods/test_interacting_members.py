@@ -313,8 +313,7 @@ def penalty(g: Tensor) -> Tensor:
 )
 def test_gradients_are_those_of_loss_and_penalty(strategy):
     nets, (x, y) = networks(), tiny.points()
-    posterior = LIT(nets, strength=0.7)
-    found = strategy(posterior, Batch(x, y))
+    found = strategy(LIT(nets, strength=0.7), Batch(x, y))
     total = 0.7 * penalty(input_gradients(nets, x, y)) + sum(nn.functional.cross_entropy(net(x), y) for net in nets)
     parameters = [parameter for net in nets for parameter in net.parameters()]
     expected = torch.autograd.grad(total, parameters, allow_unused=True)

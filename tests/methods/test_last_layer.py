@@ -156,8 +156,7 @@ N, D, C = 32, 4, 3
 
 
 def rows(seed=0, classes=C):
-    generator = torch.Generator().manual_seed(seed)
-    like = {"dtype": torch.float64, "generator": generator}
+    like = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(seed)}
     return torch.randn(N, D, **like), torch.randn(classes, D, **like), torch.rand(N, **like)
 
 

@@ -1,7 +1,6 @@
 """Many networks or many methods in one run: each is what it would have been alone."""
 
 import copy
-import re
 from functools import partial
 from pathlib import Path
 
@@ -83,9 +82,7 @@ def test_three_networks_record_and_draw_what_each_does_alone(name, optimizer, en
     alone = [fitted(method(network), **settings) for network in plain]
     drawn = together.sample(together.samples, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
-    each = [
-        posterior.sample(posterior.samples, generator) for posterior in alone
-    ]  # the three take the noise one after the other
+    each = [one.sample(one.samples, generator) for one in alone]  # they take the noise one after the other
     for name, rows in drawn.items():  # (M, S, ...)
         torch.testing.assert_close(rows, torch.cat([one[name] for one in each]), rtol=0, atol=1e-8)
     for kept in ("mean", "variance"):
@@ -210,8 +207,7 @@ def test_every_watcher_composes_with_every_base_except_laplace_with_shared_weigh
     if watcher == "Laplace" and base in ("BatchEnsemble", "DropoutEnsemble"):
         refuses(lambda: build(), "expected an ordinary last layer for Laplace")
         return
-    run = fitted(build())
-    posterior = run.watchers[0]
+    posterior = fitted(build()).watchers[0]
     predicted = posterior.predict(X).member_means
     assert len(predicted) == (1 if base == "a network" else 3) * (1 if watcher == "SWA" else 2)
     saved = posterior
@@ -231,25 +227,10 @@ def test_the_page_names_what_composes():
 @pytest.mark.parametrize("base", ["a list", "FoRDE", "BatchEnsemble"])
 def test_what_watches_is_not_trained_itself(base):
     run = ds.track(BASES[base](), [ds.SWAG])
-    error = re.escape(
-        f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train the one"
-    )
+    error = f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train the one"
     refuses(lambda: ds.fit(run.watchers[0], LOADER, epochs=1, progress=False), error)
     refuses(lambda: run.watchers[0].backward(*LOADER[0]), error)
     refuses(lambda: ds.fit(ds.track(run.watchers[0], [ds.TRADI]), LOADER, epochs=1, progress=False), error)
-
-
-def test_functions_that_are_more_than_networks_are_not_watched():
-    with pytest.raises(ValueError, match="expected a posterior without latents, got NodeBNN"):
-        ds.track(ds.NodeBNN(networks(), **SIZED), [ds.SWAG])
-
-
-def test_a_watched_run_can_be_watched_by_more():
-    run = ds.track(ds.FoRDE(networks()), [WATCHERS["SWAG"]])
-    assert ds.track(run, [WATCHERS["TRADI"]]) is run
-    fitted(run)
-    assert [posterior.name for posterior in run.watchers] == ["swag", "tradi"]
-    assert all(posterior.ready for posterior in run.watchers)
 
 
 @pytest.mark.parametrize("base", ["a list", "FoRDE", "BatchEnsemble"])
@@ -287,8 +268,9 @@ def test_a_run_that_is_moved_after_it_was_built_records_in_the_new_type(watcher)
 
 
 def test_every_watcher_has_a_temperature_of_its_own():
-    run = fitted(ds.track(networks(), [WATCHERS["SWAG"], WATCHERS["TRADI"]]))
-    swag, tradi = run.watchers
+    run = ds.track(networks(), [WATCHERS["SWAG"]])
+    assert ds.track(run, [WATCHERS["TRADI"]]) is run  # a watched run can be watched by more
+    swag, tradi = fitted(run).watchers
     before = [posterior.predict(X).mean for posterior in (run, tradi)]
     ds.temperature_scale(swag, LOADER)
     assert float(swag.temperature) != 1.0
@@ -388,10 +370,8 @@ def test_a_watched_run_keeps_its_best_epoch_and_its_watchers_their_records(inter
         assert mine
         assert tiny.largest_difference(mine, theirs) == 0
     assert watched.watchers["swag"].stored is not None
-    snapshots = [
-        run.watchers["snapshot_ensemble"].predict(x).mean for run in (watched, whole)
-    ]  # drawn from the record alone
-    assert torch.equal(*snapshots)
+    drawn = [run.watchers["snapshot_ensemble"].predict(x).mean for run in (watched, whole)]  # from the record alone
+    assert torch.equal(*drawn)
 
 
 def test_patience_is_that_of_the_run_also_where_it_is_watched():
@@ -425,8 +405,7 @@ def test_one_network_and_one_likelihood_for_all():
 
 def test_the_run_itself_predicts_what_the_network_says():
     module, (x, _) = tiny.mlp().double(), tiny.points()
-    run = track(module, [TRADI]).eval()
-    torch.testing.assert_close(run(x)[0], module(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(track(module, [TRADI]).eval()(x)[0], module(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -453,18 +432,15 @@ def test_what_has_nothing_to_draw_from_yet_is_not_refreshed():
     refuses(lambda: run.watchers["swag"].draw(), "expected at least one snapshot")
 
 
-def test_methods_that_copy_the_network_are_refused():
-    with pytest.raises(TypeError, match="expected methods that can record another's weights, got DeepEnsemble"):
-        track(tiny.mlp(), [TRADI, lambda _, **keywords: DeepEnsemble([tiny.mlp(), tiny.mlp()], **keywords)])
-
-
-def test_an_optimizer_with_other_tensors_cannot_branch():
-    run, other = track(tiny.mlp(), [TRADI]), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([*run.parameters(), *other.parameters()], lr=0.1)
-    refuses(lambda: branch(run, optimizer), r"expected an optimizer of posterior.parameters\(\) only")
-
-
-def test_names_are_no_methods():
+def test_what_cannot_be_watched_or_branched_is_refused():
+    told = "expected a posterior without latents, got NodeBNN"
+    refuses(lambda: ds.track(ds.NodeBNN(networks(), **SIZED), [ds.SWAG]), told)
+    copying = lambda _, **keywords: DeepEnsemble([tiny.mlp(), tiny.mlp()], **keywords)  # noqa: E731
+    told = "expected methods that can record another's weights, got DeepEnsemble"
+    refuses(lambda: track(tiny.mlp(), [TRADI, copying]), told, TypeError)
     for methods in ({"swag": ds.SWAG}, ["swag"], []):  # without any, the run would be unwatched
         with pytest.raises(TypeError, match=r"expected methods, got .*; pass classes or functions of the network"):
             ds.track(tiny.mlp(), methods)
+    run, other = track(tiny.mlp(), [TRADI]), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*run.parameters(), *other.parameters()], lr=0.1)
+    refuses(lambda: branch(run, optimizer), r"expected an optimizer of posterior.parameters\(\) only")

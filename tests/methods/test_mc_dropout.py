@@ -62,23 +62,16 @@ def test_a_module_used_twice_and_two_modules_drop_different_units(network):
     assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (3 * WIDE))
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout2d, nn.FeatureAlphaDropout])
-def test_channelwise_dropout_drops_whole_channels(layer):
-    kept = masks(layer(0.5), samples=4, shape=(2, 300, 3, 3))
-    assert torch.equal(kept, kept[..., :1, :1].expand_as(kept))
-    low = kept.unique()[0]
-    frequency = float((kept[:, 0, :, 0, 0] == low).double().mean())
-    assert abs(frequency - 0.5) < 4 * math.sqrt(0.25 / 1200)
-
-
-def test_dropout1d_drops_whole_channels_of_sequences():
-    kept = masks(nn.Dropout1d(0.5), samples=4, shape=(2, 300, 7))
+@pytest.mark.parametrize(
+    ("layer", "space"), [(nn.Dropout2d, (3, 3)), (nn.FeatureAlphaDropout, (3, 3)), (nn.Dropout1d, (7,))]
+)
+def test_channelwise_dropout_drops_whole_channels_and_plain_dropout_pixels(layer, space):
+    kept = masks(layer(0.5), samples=4, shape=(2, 300, *space)).flatten(3)
     assert torch.equal(kept, kept[..., :1].expand_as(kept))
-
-
-def test_plain_dropout_on_images_drops_pixels():
-    kept = masks(nn.Dropout(0.5), samples=1, shape=(2, 10, 9, 9))[0, 0]
-    assert 0 < int((kept[0] == 0).sum()) < 81
+    frequency = float((kept[:, 0, :, 0] == kept.unique()[0]).double().mean())
+    assert abs(frequency - 0.5) < 4 * math.sqrt(0.25 / 1200)
+    plain = masks(nn.Dropout(0.5), samples=1, shape=(2, 10, 9, 9))[0, 0]
+    assert 0 < int((plain[0] == 0).sum()) < 81
 
 
 def test_alpha_dropout_does_what_torch_does_and_keeps_the_moments():
@@ -110,9 +103,7 @@ def test_batch_norm_stays_in_eval_mode():
     outputs = drawn(x)
     posterior.predict(x)
     assert tiny.largest_difference(before, tiny.state(network)) == 0
-    torch.testing.assert_close(
-        drawn(x[:1]), outputs[:, :1], rtol=0, atol=1e-12
-    )  # a batch of one works, and is the same
+    torch.testing.assert_close(drawn(x[:1]), outputs[:, :1], rtol=0, atol=1e-12)  # a batch of one works, too
     assert network.training
     assert network[1].training
 
@@ -197,9 +188,7 @@ def test_inserted_dropout_comes_before_every_weight_layer_but_the_first():
     torch.testing.assert_close(thin(x), outputs[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, math.nan])
-def test_a_rate_that_is_none_is_refused(rate):
-    refuses(lambda: ds.MCDropout(tiny.mlp(), rate=rate), "expected rate above 0 and below 1")
+UNNAMED = tiny.Network(lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -208,34 +197,22 @@ def test_a_rate_that_is_none_is_refused(rate):
         (tiny.mlp(0.5), {"samples": 0}, "expected samples of at least 1, got 0"),
         (tiny.mlp(0.5), {"rate": 0.1}, "expected a network without dropout if rate is given, got 3; pass rate=None"),
         (nn.Linear(4, 3), {"rate": 0.1}, r"expected at least two linear or convolutional layers .* got 1"),
-        (
-            tiny.Network(lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 3)),
-            {},
-            r"hold the rate of F.dropout as a number",
-        ),
-        (
-            nn.LSTM(4, 5, num_layers=2, dropout=0.5),
-            {},
-            r"expected a network that drops at a positive rate, got none",
-        ),
+        (UNNAMED, {}, "hold the rate of F.dropout as a number"),
+        (nn.LSTM(4, 5, num_layers=2, dropout=0.5), {}, "expected a network that drops at a positive rate, got none"),
         (nn.Dropout(0.0), {}, "expected a network that drops at a positive rate, got none"),
+        *(
+            (tiny.mlp(), {"rate": rate}, "expected rate above 0 and below 1")
+            for rate in (0.0, 1.0, -0.1, 1.5, math.nan)
+        ),
     ],
-    ids=["no samples", "rate and dropout", "a single layer", "functional", "recurrent", "rate 0"],
 )
 def test_networks_and_settings_without_dropout_are_refused(network, keywords, told):
     refuses(lambda: ds.MCDropout(nn.Sequential(network) if not keywords else network, **keywords), told)
 
 
-def test_dropout_that_forward_never_calls_is_an_error():
-    idle = tiny.Network(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), drop=nn.Dropout(0.5))
-    told = r"calls its dropout modules, got none of drop called"
-    refuses(lambda: ds.MCDropout(idle).predict(torch.zeros(2, 4)), told)
-
-
 def test_refresh_stores_the_draw(tmp_path):
     posterior, x = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()[0]
-    free = posterior.eval()(x)
-    assert not torch.equal(posterior(x), free)
+    assert not torch.equal(posterior(x), posterior.eval()(x))
     ds.refresh(posterior, [])
     stored = posterior(x)
     torch.rand(17)
@@ -243,15 +220,10 @@ def test_refresh_stores_the_draw(tmp_path):
     assert torch.equal(posterior.draw()(x), stored)
     ds.save(posterior, tmp_path)
     assert torch.equal(ds.load(tmp_path, tiny.mlp(0.5))(x), stored)
-    other = copy.deepcopy(posterior)
-    ds.refresh(other, [])
-    assert not torch.equal(other(x), stored)
-
-
-def test_fit_stores_a_draw():
-    posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
-    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
-    assert torch.equal(posterior(x), posterior(x))
+    for again in (lambda p: ds.refresh(p, []), lambda p: ds.fit(p, [tiny.points()], epochs=1, progress=False)):
+        again(other := copy.deepcopy(posterior))
+        assert not torch.equal(other(x), stored)
+        assert torch.equal(other(x), other(x))
 
 
 def encoder_network(rate=0.5, **sizes):
@@ -362,11 +334,12 @@ def test_layers_choose_where_is_dropped(tmp_path):
     assert [*some.sites] == ["layer.dropout1", "layer.self_attn"]
     ds.save(some, tmp_path)
     assert ds.load(tmp_path, network).sites == some.sites
-    inserted = ds.MCDropout(tiny.mlp(), rate=0.2, layers=["3"])
-    assert inserted.sites == {"3": 0.2}
-    refuses(
-        lambda: ds.MCDropout(network, layers=["tail"]), "got tail, which match no layer; the network has layer.dropout"
-    )
+    assert ds.MCDropout(tiny.mlp(), rate=0.2, layers=["3"]).sites == {"3": 0.2}
+    told = "got tail, which match no layer; the network has layer.dropout"
+    refuses(lambda: ds.MCDropout(network, layers=["tail"]), told)
+    idle = tiny.Network(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), drop=nn.Dropout(0.5))
+    told = "calls its dropout modules, got none of drop called"
+    refuses(lambda: ds.MCDropout(idle).predict(torch.zeros(2, 4)), told)
     refuses(lambda: ds.MCDropout(network, layers="layer.*"), "expected a list of names of layers")
 
 

@@ -44,12 +44,19 @@ def flat_gradients(posterior) -> Tensor:
     return torch.cat([tensor.grad.reshape(len(tensor), -1) for tensor in own.values()], dim=1)
 
 
-def flat_loss_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
+def pulled_back(nets: list[nn.Module], outputs, force=None) -> Tensor:
+    """(M, P) gradients of ⟨outputs_i, force_i⟩ by each network's weights; of numbers without a force."""
     rows = []
-    for net in nets:
-        found = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+    for i, (net, each) in enumerate(zip(nets, outputs, strict=True)):
+        found = torch.autograd.grad(
+            each, list(net.parameters()), None if force is None else force[i].reshape(each.shape)
+        )
         rows.append(torch.cat([g.flatten() for g in found]))
     return torch.stack(rows)
+
+
+def flat_loss_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
+    return pulled_back(nets, [nn.functional.cross_entropy(net(x), y) for net in nets])
 
 
 def builders() -> dict:
@@ -93,8 +100,7 @@ def test_the_weight_space_update_is_the_autograd_of_the_loss():
             params[name] = row[start : start + parameter.numel()].reshape(parameter.shape)
             start += parameter.numel()
         total = total + nn.functional.cross_entropy(torch.func.functional_call(nets[0], params, (x,)), y)
-        squared = (row - w.detach()).square().sum(1)
-        total = total + torch.logsumexp(-squared / (2 * h), dim=0) / 50
+        total = total + torch.logsumexp(-(row - w.detach()).square().sum(1) / (2 * h), dim=0) / 50
     (expected,) = torch.autograd.grad(total, w)
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
@@ -123,11 +129,7 @@ def test_the_function_space_update_pulls_the_score_back(score, outputs):
     posterior.backward(x, y)
     compared = [net(x).softmax(1) if outputs == "probabilities" else net(x) for net in nets]
     force = ESTIMATORS[score](torch.stack(compared).detach().flatten(1)) / 50
-    rows = []
-    for net, output, v in zip(nets, compared, force, strict=True):
-        found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
-        rows.append(torch.cat([g.flatten() for g in found]))
-    expected = flat_loss_gradients(nets, x, y) + torch.stack(rows)
+    expected = flat_loss_gradients(nets, x, y) + pulled_back(nets, compared, force)
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-9)
 
 
@@ -171,12 +173,7 @@ def test_repulsion_happens_where_it_is_asked_to():
     posterior = FunctionRDE(nets, data_size=50, repel_at=elsewhere)
     posterior.backward(x, y)
     force = tiny.estimate_score("kde", torch.stack([net(elsewhere) for net in nets]).detach().flatten(1)) / 50
-    rows = []
-    for net, v in zip(nets, force, strict=True):
-        output = net(elsewhere)
-        found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
-        rows.append(torch.cat([g.flatten() for g in found]))
-    expected = flat_loss_gradients(nets, x, y) + torch.stack(rows)
+    expected = flat_loss_gradients(nets, x, y) + pulled_back(nets, [net(elsewhere) for net in nets], force)
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
     noisy = FunctionRDE(nets, data_size=50, repel_at="noise", noise=0.25)
@@ -253,8 +250,7 @@ def test_the_feature_space_update_is_that_of_the_paper(weighting):
     basis = v[:2]  # principal directions of the slopes
     points = torch.stack([root * f for f in features]).flatten(1)
     p = (points @ basis.T).detach().requires_grad_()
-    squared = torch.cdist(p.detach(), p.detach()).square()
-    h = squared.quantile(0.5, dim=1) / math.log(4)
+    h = torch.cdist(p.detach(), p.detach()).square().quantile(0.5, dim=1) / math.log(4)
     log_q = torch.logsumexp(-(p[:, None] - p.detach()[None]).square().sum(2) / h[:, None], dim=1).sum()
     lifted = (torch.autograd.grad(log_q, p)[0] @ basis).reshape(4, 12, 6).detach()
     total = torch.zeros((), dtype=torch.float64)
@@ -338,8 +334,7 @@ def test_the_strength_of_feature_repulsion_is_that_of_forde():
         torch.testing.assert_close(forces(**keywords), c * unit, rtol=0, atol=1e-12)
     # A weight of two is the example twice, unless the batch is named; no weight moves nobody.
     two = torch.full((12,), 2.0, dtype=torch.float64)
-    twice = FeatureRDE(nets, layer="1", head="2")
-    doubled = feature_forces(twice, x.repeat(2, 1), y.repeat(2))
+    doubled = feature_forces(FeatureRDE(nets, layer="1", head="2"), x.repeat(2, 1), y.repeat(2))
     torch.testing.assert_close(forces(two), doubled, rtol=0, atol=1e-9)
     assert float(forces(torch.zeros(12, dtype=torch.float64)).abs().max()) == 0
     gathered, large = FeatureRDE(nets, layer="1", head="2"), FeatureRDE(nets, layer="1", head="2", batch_size=36)
@@ -363,8 +358,8 @@ def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_p
     older = ds.load(tmp_path, plain())
     assert (older.strength.repulsion, older.strength.batch_size) == ("1/B", None)
     assert torch.equal(older.predict(x).member_means, saved.predict(x).member_means)
-    with pytest.raises(ValueError, match=r'expected data_size with repulsion "1/N", got none'):
-        FeatureRDE(nets, layer="1", head="2", repulsion="1/N")
+    told = r'expected data_size with repulsion "1/N", got none'
+    refuses(lambda: FeatureRDE(nets, layer="1", head="2", repulsion="1/N"), told)
 
 
 def test_the_official_choices_of_feature_rde_can_be_had():
@@ -404,11 +399,8 @@ def test_the_weight_prior_counts_the_shared_head_once():
     without = FeatureRDE(nets, layer="1", head="2", feature_prior="none")
     posterior.backward(x, y)
     without.backward(x, y)
-    difference = (
-        posterior.particles.shared_parameters()["network.2.weight"].grad
-        - without.particles.shared_parameters()["network.2.weight"].grad
-    )
-    torch.testing.assert_close(difference, nets[0][2].weight.detach() / (10 * 0.25), rtol=0, atol=1e-12)
+    mine, other = (p.particles.shared_parameters()["network.2.weight"].grad for p in (posterior, without))
+    torch.testing.assert_close(mine - other, nets[0][2].weight.detach() / (10 * 0.25), rtol=0, atol=1e-12)
 
 
 def test_one_member_with_a_functional_prior_is_a_map_network_with_the_weight_prior():
@@ -427,9 +419,8 @@ class Conjugate:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.noise, self.prior = 0.7, 1.3
-        self.x = torch.randn(20, 2, dtype=torch.float64, generator=generator) @ torch.tensor(
-            [[1.0, 0.4], [0.0, 0.5]], dtype=torch.float64
-        )
+        mix = torch.tensor([[1.0, 0.4], [0.0, 0.5]], dtype=torch.float64)
+        self.x = torch.randn(20, 2, dtype=torch.float64, generator=generator) @ mix
         weights = torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
         self.y = self.x @ weights + self.noise * torch.randn(20, 1, dtype=torch.float64, generator=generator)
         gram = self.x.T @ self.x / self.noise**2
@@ -564,17 +555,12 @@ def test_bad_input_of_either_is_a_clear_error(method):
     refuses(lambda: method([], data_size=10), "expected at least one module, got none")
     refuses(lambda: method(nets, data_size=None), "expected data_size, got none")
     refuses(lambda: method(nets, data_size=0), "expected data_size of at least 1, got 0")
-    refuses(
-        lambda: method(nets, data_size=10, score="svgd"), "expected score of kde, stein, spectral_stein, got 'svgd'"
-    )
+    refuses(lambda: method(nets, data_size=10, score="svgd"), "score of kde, stein, spectral_stein, got 'svgd'")
     refuses(lambda: method(twice, data_size=10), "got members 0 and 1 equal")
-    for schedule, told in (
-        ("cyclic", r"'cyclic'; pass Annealing\(\"cyclic\"\)"),
-        (0.5, r"0\.5; pass one, such as Annealing"),
-    ):
-        refuses(
-            partial(method, nets, data_size=10, annealing=schedule), f"expected an Annealing, got {told}", TypeError
-        )
+    told = r"expected an Annealing, got 'cyclic'; pass Annealing\(\"cyclic\"\)"
+    refuses(lambda: method(nets, data_size=10, annealing="cyclic"), told, TypeError)
+    told = r"expected an Annealing, got 0\.5; pass one, such as Annealing"
+    refuses(lambda: method(nets, data_size=10, annealing=0.5), told, TypeError)
 
 
 def test_bad_input_of_function_rde_is_a_clear_error():
@@ -664,17 +650,11 @@ def test_a_layer_behind_the_head_is_a_clear_error():
         refuses(train, "expected a layer that runs before the head '0', got '2', which runs after it")
     assert not any(part._forward_pre_hooks for part in behind.modules())
 
-    class Reads(nn.Module):
-        """A head whose weights are read, not called."""
+    def reading():  # a head whose weights are read, not called
+        layers = {"body": nn.Linear(4, 6), "head": nn.Linear(6, 3)}
+        return tiny.Network(lambda self, x: torch.tanh(self.body(x)) @ self.head.weight.T, **layers)
 
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return torch.tanh(self.body(x)) @ self.head.weight.T
-
-    FeatureRDE(networks(2, Reads), layer="body", head="head").backward(x, y)
+    FeatureRDE(networks(2, reading), layer="body", head="head").backward(x, y)
 
 
 def test_bad_layers_and_heads_are_clear_errors():
@@ -687,16 +667,12 @@ def test_bad_layers_and_heads_are_clear_errors():
     refuses(lambda: FeatureRDE(nets, layer="2", head="2").backward(*tiny.points()), told)
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
-    with pytest.raises(ValueError, match="expected encoders that start at different weights, got equal ones"):
-        FeatureRDE(same, layer="1", head="2")
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.head.weight = self.body.weight
-
-    refuses(lambda: FeatureRDE([Tied(), Tied()], layer="body", head="head"), r"got 'body.weight' tied to 'head'")
+    told = "expected encoders that start at different weights, got equal ones"
+    refuses(lambda: FeatureRDE(same, layer="1", head="2"), told)
+    tied = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    for net in tied:
+        net[1].weight = net[0].weight
+    refuses(lambda: FeatureRDE(tied, layer="0", head="1"), r"got '0.weight' tied to '1'")
     frozen = networks(2)
     for net in frozen:
         net[0].requires_grad_(False)

@@ -11,6 +11,7 @@ from test_rde import (
     flat_weights,
     networks,
     plain,
+    pulled_back,
     relative_error,
 )
 from torch import Tensor, nn
@@ -47,12 +48,8 @@ def test_the_update_on_functions_is_that_of_the_paper():
     outputs = torch.stack([net(x) for net in nets]).detach()
     slopes = torch.stack([torch.func.grad(lambda f: nn.functional.cross_entropy(f, y))(each) for each in outputs])
     force = -tiny.svgd_direction(outputs.flatten(1), -50 * slopes.flatten(1)) / 50
-    rows = []
-    for net, v in zip(nets, force, strict=True):
-        output = net(x)
-        found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
-        rows.append(torch.cat([g.flatten() for g in found]))
-    torch.testing.assert_close(flat_gradients(posterior), torch.stack(rows), rtol=0, atol=1e-10)
+    expected = pulled_back(nets, [net(x) for net in nets], force)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
@@ -77,18 +74,16 @@ def test_accumulated_batches_equal_one_batch_in_mixed_precision():
     """
     nets, (x, y) = [plain() for _ in range(4)], tiny.points(24)
     x, start, moved = x.float(), flat_weights(nets).detach(), {}
-    quarters = list(zip(x.split(6), y.split(6), strict=True))
+    quarters, whole = list(zip(x.split(6), y.split(6), strict=True)), [(x, y)]
     for name, loader, precision in (
-        ("whole", [(x, y)], "bf16"),
+        ("whole", whole, "bf16"),
         ("quarters", quarters, "bf16"),
-        ("exact", [(x, y)], "float32"),
+        ("exact", whole, "float32"),
     ):
         posterior = SVGD(nets, data_size=24)
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)
-        ds.fit(
-            posterior, loader, epochs=1, optimizer=optimizer, accumulate=len(loader), precision=precision,
-            progress=False,
-        )  # fmt: skip
+        how = {"optimizer": optimizer, "accumulate": len(loader), "precision": precision}
+        ds.fit(posterior, loader, epochs=1, **how, progress=False)
         assert int(posterior.steps) == 1
         own = posterior.particles.own_parameters().values()
         moved[name] = torch.cat([tensor.detach().reshape(4, -1) for tensor in own], dim=1) - start

@@ -98,8 +98,7 @@ def test_samples_have_half_the_sum_of_both_covariances_with_the_divisor_of_what_
     snapshots = torch.randn(n, 3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 0.5])
     posterior, count = recorded(snapshots, rank=6), 200_000
     mean, variance, deviations = moments(snapshots, rank=6)
-    held = min(n, 6)
-    expected = 0.5 * (variance.diag() + deviations.T @ deviations / (held - 1))
+    expected = 0.5 * (variance.diag() + deviations.T @ deviations / (min(n, 6) - 1))
     found, centre = covariance(posterior, count)
     scale = expected.diag().sqrt()
     error = 4 * (2 / count) ** 0.5 * scale[:, None] * scale[None]  # of a Gaussian's covariance, at most
@@ -153,8 +152,7 @@ def test_swa_agrees_with_torch():
         optimizer.step()
         posterior.observe(optimizer)
         averaged.update_parameters(module)
-    loader = [(x[:16], y[:16]), (x[16:], y[16:])]
-    ds.refresh(posterior, loader)
+    ds.refresh(posterior, [(x[:16], y[:16]), (x[16:], y[16:])])
     member = posterior.member(0)
     for ours, theirs in zip(member.parameters(), averaged.module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-12)

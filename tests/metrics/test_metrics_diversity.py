@@ -8,6 +8,7 @@ import scipy.stats
 import torch
 
 from dissensus import metrics
+from refusals import refuses
 
 
 def ensemble(m=5, n=300, classes=4, seed=0):
@@ -19,31 +20,21 @@ def ensemble(m=5, n=300, classes=4, seed=0):
 def test_mixture_nll_is_member_nll_less_diversity():
     members, y = ensemble()
     gain = metrics.ensemble_gain(members, y)
+    mixture = metrics.nll(metrics.mixture_log_probabilities(members), y).item()
+    each = np.mean([metrics.nll(member, y).item() for member in members])
     assert gain.mixture_nll.item() == pytest.approx((gain.member_nll - gain.diversity).item(), abs=1e-14)
-    assert gain.mixture_nll.item() == pytest.approx(
-        metrics.nll(metrics.mixture_log_probabilities(members), y).item(), abs=1e-14
-    )
-    assert gain.member_nll.item() == pytest.approx(
-        np.mean([metrics.nll(member, y).item() for member in members]), abs=1e-14
-    )
+    assert (gain.mixture_nll.item(), gain.member_nll.item()) == pytest.approx((mixture, each), abs=1e-14)
     assert gain.diversity > 0.1
-
-
-def test_equal_members_gain_nothing():
-    members, y = ensemble(m=1)
-    gain = metrics.ensemble_gain(members.expand(4, -1, -1), y)
-    assert gain.diversity.item() == pytest.approx(0, abs=1e-14)
+    equal = metrics.ensemble_gain(members[:1].expand(4, -1, -1), y)
+    assert equal.diversity.item() == pytest.approx(0, abs=1e-14)
 
 
 def test_a_class_excluded_by_all_members_gains_nothing_and_by_some_infinitely_much():
     log_likelihood = torch.tensor([[0.5, 0.0], [0.5, 0.0]], dtype=torch.float64).log()
     assert [v.item() for v in metrics.ensemble_gain_of(log_likelihood)] == [math.inf, math.inf, 0]
     log_likelihood = torch.tensor([[0.5], [0.0]], dtype=torch.float64).log()
-    assert [v.item() for v in metrics.ensemble_gain_of(log_likelihood)] == [
-        pytest.approx(math.log(4)),
-        math.inf,
-        math.inf,
-    ]
+    expected = [pytest.approx(math.log(4)), math.inf, math.inf]
+    assert [v.item() for v in metrics.ensemble_gain_of(log_likelihood)] == expected
 
 
 def test_the_split_holds_for_any_likelihood():
@@ -58,9 +49,8 @@ def test_the_split_holds_for_any_likelihood():
 
 def test_mixture_is_the_mean_of_probabilities():
     members, _ = ensemble()
-    torch.testing.assert_close(
-        metrics.mixture_log_probabilities(members).exp(), members.exp().mean(0), rtol=0, atol=1e-14
-    )
+    mixture = metrics.mixture_log_probabilities(members).exp()
+    torch.testing.assert_close(mixture, members.exp().mean(0), rtol=0, atol=1e-14)
 
 
 def test_disagreement_equals_brute_force_over_pairs():
@@ -77,9 +67,7 @@ def test_pairwise_kl_equals_scipy():
     p = members.exp().numpy()
     expected = [[scipy.stats.entropy(p[i], p[j], axis=1).mean() for j in range(3)] for i in range(3)]
     np.testing.assert_allclose(metrics.pairwise_kl(members).numpy(), expected, rtol=0, atol=1e-13)
-
-
-def test_pairwise_kl_is_infinite_only_where_mass_is_excluded():
+    # infinite only where mass is excluded
     members = torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]]).log()
     assert metrics.pairwise_kl(members).tolist() == [[0, math.inf], [pytest.approx(math.log(2)), 0]]
 
@@ -119,8 +107,7 @@ def test_members_in_identical_pairs_are_worth_half_their_number():
 
 def test_effective_members_is_m_over_one_plus_m_minus_one_rho():
     members, y = ensemble(m=4, n=200)
-    generator = torch.Generator().manual_seed(7)
-    shared = torch.randn(200, 4, dtype=torch.float64, generator=generator)
+    shared = torch.randn(200, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     members = torch.log_softmax(members + 2 * shared, dim=2)
     e = members.exp().numpy().copy()
     for m in range(4):
@@ -132,16 +119,12 @@ def test_effective_members_is_m_over_one_plus_m_minus_one_rho():
     assert metrics.effective_members(members, y).item() == pytest.approx(4 / (1 + 3 * rho), abs=1e-12)
 
 
-def test_opposed_members_are_worth_at_most_m():
+def test_opposed_members_are_worth_at_most_m_and_those_constant_within_classes_one():
     p = torch.tensor([0.3, 0.7, 0.6, 0.2], dtype=torch.float64)
     pair = torch.stack([torch.stack([p, 1 - p], 1), torch.stack([1 - p, p], 1)])
     assert metrics.effective_members(pair.log(), torch.zeros(4, dtype=torch.long)).item() == 2
-
-
-def test_members_that_do_not_vary_within_classes_are_worth_one():
     y = torch.tensor([0, 1, 1, 0])
-    sure = torch.eye(2)[y].log().expand(3, -1, -1)
-    assert metrics.effective_members(sure, y).item() == 1
+    assert metrics.effective_members(torch.eye(2)[y].log().expand(3, -1, -1), y).item() == 1
 
 
 def test_void_pixels_are_left_out_of_every_count():
@@ -150,9 +133,8 @@ def test_void_pixels_are_left_out_of_every_count():
     labels[1, 2] = 9
     kept = labels.flatten() != 9
     for metric in (metrics.effective_members, lambda *a, **k: metrics.ensemble_gain(*a, **k).mixture_nll):
-        assert metric(pixels, labels, ignore_index=9).item() == pytest.approx(
-            metric(members[:, kept], y[kept]).item(), abs=1e-13
-        )
+        expected = metric(members[:, kept], y[kept]).item()
+        assert metric(pixels, labels, ignore_index=9).item() == pytest.approx(expected, abs=1e-13)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.8, 1.0])
@@ -172,11 +154,10 @@ def test_regression_members_with_known_error_correlation(rho):
 def test_untrained_regression_members_are_worth_m_as_well():
     generator = torch.Generator().manual_seed(0)
     means, y = torch.randn(4, 20000, generator=generator), 5 * torch.randn(20000, generator=generator)
-    assert metrics.effective_members_regression(means, y).item() == pytest.approx(4, abs=4 * 4 * math.sqrt(6 / 20000))
-    constant = metrics.effective_members_regression(means, torch.ones(20000)).item()
-    assert constant == pytest.approx(4, abs=4 * 4 * math.sqrt(6 / 20000))
-    with pytest.raises(ValueError, match="put the members on axis 0"):
-        metrics.effective_members_regression(means.T, y)
+    for targets in (y, torch.ones(20000)):
+        found = metrics.effective_members_regression(means, targets).item()
+        assert found == pytest.approx(4, abs=4 * 4 * math.sqrt(6 / 20000))
+    refuses(lambda: metrics.effective_members_regression(means.T, y), "put the members on axis 0")
 
 
 # --------------------------------------------------------------------------------------- agreement and total variation
@@ -184,17 +165,14 @@ def test_agreement_and_total_variation_are_sums_by_hand():
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.5, 0.4], [0.3, 0.3, 0.4]])
     q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
     assert float(metrics.agreement(p, q)) == pytest.approx(2 / 3)
-    torch.testing.assert_close(
-        metrics.total_variation_values(p, q), torch.tensor([0.2, 0.2, 0.0], dtype=torch.float64), rtol=0, atol=1e-7
-    )
+    assert metrics.total_variation_values(p, q).tolist() == pytest.approx([0.2, 0.2, 0.0], abs=1e-7)
     assert float(metrics.total_variation(p, q)) == pytest.approx(0.4 / 3)
     assert float(metrics.total_variation(p, p)) == 0
     assert float(metrics.total_variation(torch.eye(3), torch.eye(3).roll(1, 0))) == 1
 
 
 def test_segmentations_count_every_pixel():
-    p = torch.randn(2, 3, 4, 5).softmax(1)
-    q = torch.randn(2, 3, 4, 5).softmax(1)
+    p, q = torch.randn(2, 2, 3, 4, 5).softmax(2)
     flat = [each.movedim(1, -1).reshape(-1, 3) for each in (p, q)]
     assert float(metrics.total_variation(p, q)) == pytest.approx(float(metrics.total_variation(*flat)))
     assert float(metrics.agreement(p, q)) == pytest.approx(float(metrics.agreement(*flat)))
@@ -210,23 +188,17 @@ def test_two_gaussians_have_the_total_variation_of_the_closed_form(apart):
     assert float(found) == pytest.approx(expected, abs=1e-4)
 
 
-def test_one_of_two_modes_is_half_the_distribution():
-    both = torch.tensor([-5.0, 5.0]).view(2, 1, 1), torch.ones(2, 1, 1)
-    one = torch.full((1, 1, 1), 5.0), torch.ones(1, 1, 1)
-    assert float(metrics.mixture_total_variation(*both, *one)) == pytest.approx(0.5, abs=1e-4)
-
-
-def test_narrow_members_far_apart_are_not_stepped_over():
-    means = torch.tensor([-500.0, 500.0]).view(2, 1, 1)
-    narrow = torch.full((2, 1, 1), 0.01)
-    assert float(metrics.mixture_total_variation(means, narrow, means[1:], narrow[1:])) == pytest.approx(0.5, abs=1e-4)
+@pytest.mark.parametrize(("mode", "variance"), [(5.0, 1.0), (500.0, 0.01)])
+def test_one_of_two_modes_is_half_the_distribution_though_narrow_and_far_apart(mode, variance):
+    means, variances = torch.tensor([-mode, mode]).view(2, 1, 1), torch.full((2, 1, 1), variance)
+    found = metrics.mixture_total_variation(means, variances, means[1:], variances[1:])
+    assert float(found) == pytest.approx(0.5, abs=1e-4)
 
 
 def test_shapes_that_differ_are_refused():
-    with pytest.raises(ValueError, match="same shape"):
-        metrics.agreement(torch.ones(2, 1), torch.ones(3, 1))
-    with pytest.raises(ValueError, match="same N inputs"):
-        metrics.mixture_total_variation(*[torch.ones(1, 2, 1)] * 2, *[torch.ones(1, 3, 1)] * 2)
+    refuses(lambda: metrics.agreement(torch.ones(2, 1), torch.ones(3, 1)), "same shape")
+    two, three = ([torch.ones(1, n, 1)] * 2 for n in (2, 3))
+    refuses(lambda: metrics.mixture_total_variation(*two, *three), "same N inputs")
 
 
 # --------------------------------------------------------------------------------------- R̂ and effective sample sizes
@@ -247,10 +219,6 @@ def test_the_effective_size_of_an_autoregression_is_its_closed_form(rho):
     assert found == pytest.approx(20000 * (1 - rho) / (1 + rho), rel=0.2)
 
 
-def test_alternating_draws_count_as_their_number_at_most():
-    assert float(metrics.effective_sample_size(autoregressive(-0.8))) == 20000
-
-
 def test_rhat_is_one_for_chains_that_mix_and_large_for_chains_in_two_modes():
     good = autoregressive(0.5)
     assert float(metrics.split_rhat(good)) < 1.005
@@ -261,14 +229,11 @@ def test_rhat_is_one_for_chains_that_mix_and_large_for_chains_in_two_modes():
         assert float(metrics.split_rhat(good + apart * modes)) == pytest.approx(expected, rel=0.02)
     assert float(metrics.split_rhat(good + 0.5 * modes)) > 1.1
     assert float(metrics.effective_sample_size(good + 3 * modes)) < 20
-
-
-def test_a_chain_that_drifts_is_seen_by_its_halves():
     drift = autoregressive(0.0) + torch.linspace(0, 3, 5000, dtype=torch.float64)
-    assert float(metrics.split_rhat(drift)) > 1.1
+    assert float(metrics.split_rhat(drift)) > 1.1  # seen by its halves
 
 
-def test_draws_keep_their_other_axes_and_constants_count_as_converged():
+def test_draws_keep_their_axes_constants_count_as_converged_and_alternating_draws_as_their_number():
     draws = torch.stack([autoregressive(0.2), torch.ones(4, 5000)], dim=-1)
     assert metrics.split_rhat(draws).shape == metrics.effective_sample_size(draws).shape == (2,)
     assert float(metrics.split_rhat(draws)[1]) == 1
@@ -276,8 +241,5 @@ def test_draws_keep_their_other_axes_and_constants_count_as_converged():
     stuck = torch.arange(4.0)[:, None].expand(4, 10)
     assert float(metrics.split_rhat(stuck)) == float("inf")
     assert float(metrics.effective_sample_size(stuck)) < 10
-
-
-def test_too_few_draws_are_refused():
-    with pytest.raises(ValueError, match="S ≥ 4"):
-        metrics.split_rhat(torch.randn(4, 3))
+    assert float(metrics.effective_sample_size(autoregressive(-0.8))) == 20000
+    refuses(lambda: metrics.split_rhat(torch.randn(4, 3)), "S ≥ 4")

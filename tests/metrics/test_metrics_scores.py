@@ -12,6 +12,7 @@ import torch
 
 from dissensus import metrics
 from dissensus.metrics.classification import confidence_bin, mean_of_present
+from refusals import refuses
 
 
 # --------------------------------------------------------------------------------------- accuracy, NLL, Brier and mIoU
@@ -25,41 +26,30 @@ def test_accuracy_nll_and_brier_equal_scikit_learn():
     log_p, y = log_forecasts()
     p = log_p.exp()
     one_hot = np.eye(4)[y.numpy()]
-    assert metrics.accuracy(p, y).item() == pytest.approx(
-        sklearn.metrics.accuracy_score(y.numpy(), p.argmax(1).numpy()), abs=1e-12
-    )
-    assert metrics.nll(log_p, y).item() == pytest.approx(
-        sklearn.metrics.log_loss(y.numpy(), p.numpy(), labels=range(4)), abs=1e-12
-    )
+    accuracy = sklearn.metrics.accuracy_score(y.numpy(), p.argmax(1).numpy())
+    assert metrics.accuracy(p, y).item() == pytest.approx(accuracy, abs=1e-12)
+    nll = sklearn.metrics.log_loss(y.numpy(), p.numpy(), labels=range(4))
+    assert metrics.nll(log_p, y).item() == pytest.approx(nll, abs=1e-12)
     assert metrics.brier(p, y).item() == pytest.approx(((p.numpy() - one_hot) ** 2).sum(1).mean(), abs=1e-12)
-
-
-def test_binary_brier_is_twice_the_one_of_scikit_learn():
-    log_p, y = log_forecasts(classes=2)
-    positive = log_p.exp()[:, 1].numpy()
-    expected = 2 * sklearn.metrics.brier_score_loss(y.numpy(), positive)
+    log_p, y = log_forecasts(classes=2)  # of two classes theirs is half of it
+    expected = 2 * sklearn.metrics.brier_score_loss(y.numpy(), log_p.exp()[:, 1].numpy())
     assert metrics.brier(log_p.exp(), y).item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_nearly_perfect_forecast_keeps_its_digits():
+def test_certain_and_undecided_forecasts_have_their_known_scores():
     p = torch.tensor([[1 - 1e-9, 1e-9]], dtype=torch.float64)
     assert metrics.brier(p, torch.tensor([0])).item() == pytest.approx(2e-18, rel=1e-6)
+    log_p = torch.tensor([[0.0, -torch.inf]])
+    assert metrics.nll(log_p, torch.tensor([1])).item() == torch.inf
+    assert metrics.nll(log_p, torch.tensor([0])).item() == 0
+    # Of equally probable classes the first counts.
+    assert metrics.accuracy(torch.full((2, 2), 0.5), torch.tensor([0, 1])).item() == 0.5
 
 
 def test_float32_inputs_are_averaged_in_float64():
     log_p, y = log_forecasts(n=1000)
     assert metrics.nll(log_p.float(), y).dtype == torch.float64
     assert metrics.nll(log_p.float(), y).item() == pytest.approx(metrics.nll(log_p, y).item(), abs=1e-7)
-
-
-def test_a_class_of_probability_zero_that_occurs_costs_infinity():
-    log_p = torch.tensor([[0.0, -torch.inf]])
-    assert metrics.nll(log_p, torch.tensor([1])).item() == torch.inf
-    assert metrics.nll(log_p, torch.tensor([0])).item() == 0
-
-
-def test_of_equally_probable_classes_the_first_counts():
-    assert metrics.accuracy(torch.full((2, 2), 0.5), torch.tensor([0, 1])).item() == 0.5
 
 
 def test_void_pixels_count_for_nothing():
@@ -71,9 +61,8 @@ def test_void_pixels_count_for_nothing():
     kept = ~void.flatten()
     for metric, values in ((metrics.nll, log_p), (metrics.brier, log_p.exp()), (metrics.accuracy, log_p.exp())):
         shaped = values.reshape(2, 3, 5, 4).movedim(-1, 1)
-        assert metric(shaped, labels, ignore_index=255).item() == pytest.approx(
-            metric(values[kept], y[kept]).item(), abs=1e-14
-        )
+        expected = metric(values[kept], y[kept]).item()
+        assert metric(shaped, labels, ignore_index=255).item() == pytest.approx(expected, abs=1e-14)
     assert metrics.nll_values(pixels, labels, ignore_index=255).shape == (int(kept.sum()),)
 
 
@@ -108,10 +97,8 @@ def test_groups_of_equal_forecasts_leave_nothing_within():
 def test_confusion_matrix_and_miou_equal_scikit_learn():
     log_p, y = log_forecasts(n=300, classes=5)
     prediction = log_p.argmax(1)
-    np.testing.assert_array_equal(
-        metrics.confusion_matrix(prediction, y, classes=5).numpy(),
-        sklearn.metrics.confusion_matrix(y.numpy(), prediction.numpy(), labels=range(5)),
-    )
+    theirs = sklearn.metrics.confusion_matrix(y.numpy(), prediction.numpy(), labels=range(5))
+    np.testing.assert_array_equal(metrics.confusion_matrix(prediction, y, classes=5).numpy(), theirs)
     expected = sklearn.metrics.jaccard_score(y.numpy(), prediction.numpy(), average="macro")
     assert metrics.miou(log_p.exp(), y).item() == pytest.approx(expected, abs=1e-12)
 
@@ -130,12 +117,13 @@ def test_classes_neither_true_nor_predicted_are_skipped_in_miou():
 
 def test_confusion_matrix_refuses_what_is_not_a_class_index():
     y = torch.tensor([0, 1])
-    with pytest.raises(ValueError, match=r"expected prediction of shape .*; pass class indices"):
-        metrics.confusion_matrix(torch.zeros(2, 3), y, classes=3)
-    with pytest.raises(TypeError, match="expected integer class indices in prediction"):
-        metrics.confusion_matrix(torch.zeros(2), y, classes=3)
-    with pytest.raises(ValueError, match="expected class indices from 0 to 2 in prediction, got 3 at row"):
-        metrics.confusion_matrix(torch.tensor([0, 3]), y, classes=3)
+    for prediction, told in (
+        (torch.zeros(2, 3), "expected prediction of shape .*; pass class indices"),
+        (torch.zeros(2), "expected integer class indices in prediction"),
+        (torch.tensor([0, 3]), "expected class indices from 0 to 2 in prediction, got 3 at row"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=told):
+            metrics.confusion_matrix(prediction, y, classes=3)
 
 
 # -------------------------------------------------------------------------------------------------- calibration errors
@@ -181,16 +169,13 @@ def test_confidence_of_exactly_one_belongs_to_the_last_bin():
 def test_a_confidence_on_an_edge_belongs_to_the_lower_bin(dtype):
     edges = torch.tensor([k / 15 for k in range(16)], dtype=dtype)
     assert confidence_bin(edges, 15).tolist() == [0, *range(15)]
+    assert confidence_bin(torch.tensor([1.0000001]), 15).tolist() == [14]  # by rounding
     assert confidence_bin(torch.nextafter(edges[1:-1], edges.new_tensor(2.0)), 15).tolist() == list(range(1, 15))
     # 0.6 = 9/15 is an edge: with 0.59 in one bin, with 0.61 in two
     p, y = binary([0.59, 0.6], [0, 1])
     assert metrics.ece(p.to(dtype), y).item() == pytest.approx(abs(0.5 - 0.595), abs=1e-6)
     p, y = binary([0.61, 0.6], [0, 1])
     assert metrics.ece(p.to(dtype), y).item() == pytest.approx((0.61 + 0.4) / 2, abs=1e-6)
-
-
-def test_rounding_above_one_stays_in_the_last_bin():
-    assert confidence_bin(torch.tensor([1.0000001]), 15).tolist() == [14]
 
 
 def test_reliability_bins_hold_what_the_diagram_shows():
@@ -206,8 +191,7 @@ def test_reliability_bins_hold_what_the_diagram_shows():
 def test_adaptive_ece_equals_brute_force_over_sorted_chunks():
     p, y = forecasts(n=103)
     confidence, prediction = p.max(1)
-    order = confidence.argsort()
-    gap = ((prediction == y).double() - confidence)[order].numpy()
+    gap = ((prediction == y).double() - confidence)[confidence.argsort()].numpy()
     chunk = np.arange(103) * 10 // 103
     assert set(np.bincount(chunk)) <= {10, 11}
     expected = sum(abs(gap[chunk == k].sum()) for k in range(10)) / 103
@@ -218,15 +202,10 @@ def test_adaptive_ece_of_ties_is_the_mean_gap_whatever_the_order():
     p, y = binary([0.8] * 10, [1, 1, 1, 1, 1, 1, 0, 0, 0, 0])
     assert metrics.adaptive_ece(p, y, bins=5).item() == pytest.approx(0.2, abs=1e-12)
     p, y = binary([0.7, 0.8, 0.8, 0.8, 0.9, 0.9], [1, 0, 1, 1, 1, 0])
-    values = [
-        metrics.adaptive_ece(p[i], y[i], bins=3).item()
-        for i in (torch.randperm(6, generator=torch.Generator().manual_seed(s)) for s in range(20))
-    ]
+    orders = [torch.randperm(6, generator=torch.Generator().manual_seed(s)) for s in range(20)]
+    values = [metrics.adaptive_ece(p[i], y[i], bins=3).item() for i in orders]
     assert max(values) - min(values) < 1e-15
-
-
-def test_adaptive_ece_with_more_bins_than_examples_counts_each_example():
-    p, y = binary([0.7, 0.8, 0.9], [1, 0, 1])
+    p, y = binary([0.7, 0.8, 0.9], [1, 0, 1])  # more bins than examples: each counts
     assert metrics.adaptive_ece(p, y, bins=15).item() == pytest.approx((0.3 + 0.8 + 0.1) / 3)
 
 
@@ -284,8 +263,7 @@ def test_debiased_squared_ece_is_unbiased_where_the_plain_one_is_not():
     for r in range(repeats):
         debiased[r] = metrics.debiased_squared_ece(p, y_all[r])
     for level in (0.65, 0.85):
-        accuracy = 1 - y_all[:, confidence == level].double().mean(1)
-        plain += 0.5 * (accuracy - level).square()
+        plain += 0.5 * ((1 - y_all[:, confidence == level].double().mean(1)) - level).square()
     error = 4 * debiased.std().item() / math.sqrt(repeats)
     assert debiased.mean().item() == pytest.approx(0.0025, abs=error)
     assert plain.mean().item() > 0.0025 + 2 * error
@@ -297,10 +275,7 @@ def test_debiased_ece_is_a_root_that_is_never_negative():
     assert metrics.debiased_ece(p, y).item() == 0
     p, y = binary([0.9] * 10, [1] * 4 + [0] * 6)
     assert metrics.debiased_ece(p, y).item() == pytest.approx(math.sqrt(0.25 - 0.4 * 0.6 / 9))
-
-
-def test_a_bin_with_one_example_adds_nothing_to_the_debiased_error():
-    p, y = binary([0.9] * 4 + [0.6], [1, 1, 0, 0, 0])
+    p, y = binary([0.9] * 4 + [0.6], [1, 1, 0, 0, 0])  # a bin with one example adds nothing
     expected = 0.8 * ((0.5 - 0.9) ** 2 - 0.25 / 3)
     assert metrics.debiased_squared_ece(p, y).item() == pytest.approx(expected)
 
@@ -314,8 +289,7 @@ def test_union_ece_counts_every_ood_answer_as_wrong():
     share = 4 * len(ood) / (4 * len(ood) + len(p))
     repeated = metrics.union_ece(p, y, ood.repeat(4, 1))
     assert metrics.union_ece(p, y, ood, prevalence=share).item() == pytest.approx(repeated.item(), abs=1e-14)
-    with pytest.raises(ValueError, match="prevalence above 0 and below 1"):
-        metrics.union_ece(p, y, ood, prevalence=1.0)
+    refuses(lambda: metrics.union_ece(p, y, ood, prevalence=1.0), "prevalence above 0 and below 1")
     assert expected == pytest.approx((3 * abs(2 / 3 - 2.9 / 3) + 0.6 + 0.75) / 5)
 
 
@@ -324,9 +298,8 @@ def test_void_pixels_are_left_out_of_the_ece():
     pixels, labels = p.reshape(2, 3, 4, 5).movedim(-1, 1), y.reshape(2, 3, 4).clone()
     labels[0, 0] = -100
     kept = labels.flatten() != -100
-    assert metrics.ece(pixels, labels, ignore_index=-100).item() == pytest.approx(
-        metrics.ece(p[kept], y[kept]).item(), abs=1e-14
-    )
+    expected = metrics.ece(p[kept], y[kept]).item()
+    assert metrics.ece(pixels, labels, ignore_index=-100).item() == pytest.approx(expected, abs=1e-14)
 
 
 def test_bins_below_one_are_refused():
@@ -344,20 +317,19 @@ def mixture(m=3, n=6, d=2, seed=0):
     return means, variances, torch.randn(n, d, dtype=torch.float64, generator=generator)
 
 
-def test_rmse_equals_scikit_learn():
+def test_rmse_and_pinball_loss_equal_scikit_learn():
     means, _, y = mixture(d=1)
     expected = sklearn.metrics.root_mean_squared_error(y.numpy(), means[0].numpy())
     assert metrics.rmse(means[0], y).item() == pytest.approx(expected, abs=1e-14)
+    for level in (0.1, 0.5, 0.9):
+        expected = sklearn.metrics.mean_pinball_loss(y.numpy(), means[0].numpy(), alpha=level)
+        assert metrics.pinball_loss(means[0], y, level=level).item() == pytest.approx(expected, abs=1e-14)
 
 
-def test_gaussian_nll_equals_scipy_and_sums_over_dimensions():
+def test_nll_equals_scipy_with_a_joint_density():
     means, variances, y = mixture()
     log_density = scipy.stats.norm.logpdf(y, means[0], variances[0].sqrt())
     assert metrics.gaussian_nll(means[0], variances[0], y).item() == pytest.approx(-log_density.sum(1).mean())
-
-
-def test_mixture_nll_equals_scipy_with_a_joint_density():
-    means, variances, y = mixture()
     density = np.exp(scipy.stats.norm.logpdf(y, means, variances.sqrt()).sum(2)).mean(0)
     assert metrics.mixture_nll(means, variances, y).item() == pytest.approx(-np.log(density).mean(), abs=1e-12)
 
@@ -366,9 +338,8 @@ def test_one_member_is_its_own_mixture():
     means, variances, y = mixture(m=1)
     single = metrics.gaussian_nll(means[0], variances[0], y)
     torch.testing.assert_close(metrics.mixture_nll(means, variances, y), single, rtol=0, atol=1e-14)
-    torch.testing.assert_close(
-        metrics.crps_mixture(means, variances, y), metrics.crps_gaussian(means[0], variances[0], y), rtol=0, atol=1e-14
-    )
+    crps = metrics.crps_gaussian(means[0], variances[0], y)
+    torch.testing.assert_close(metrics.crps_mixture(means, variances, y), crps, rtol=0, atol=1e-14)
     torch.testing.assert_close(metrics.moment_match(means, variances).mean, means[0], rtol=0, atol=0)
     torch.testing.assert_close(metrics.moment_match(means, variances).variance, variances[0], rtol=0, atol=0)
 
@@ -410,9 +381,8 @@ def test_crps_of_a_gaussian_equals_its_closed_form():
     means, variances, y = mixture()
     std = variances[0].sqrt()
     z = ((y - means[0]) / std).numpy()
-    expected = std.numpy() * (
-        z * (2 * scipy.stats.norm.cdf(z) - 1) + 2 * scipy.stats.norm.pdf(z) - 1 / math.sqrt(math.pi)
-    )
+    unit = z * (2 * scipy.stats.norm.cdf(z) - 1) + 2 * scipy.stats.norm.pdf(z) - 1 / math.sqrt(math.pi)
+    expected = std.numpy() * unit
     assert metrics.crps_gaussian(means[0], variances[0], y).item() == pytest.approx(expected.mean(), abs=1e-13)
 
 
@@ -431,8 +401,7 @@ def test_coverage_counts_both_ends_and_width_is_in_units():
     y = torch.tensor([0.0, 2.0, 2.1, 1.0])
     assert metrics.interval_coverage(lower, upper, y).item() == 0.75
     assert metrics.mean_interval_width(lower, upper).item() == 2.0
-    with pytest.raises(ValueError, match="expected lower ≤ upper"):
-        metrics.interval_coverage(upper, lower, y)
+    refuses(lambda: metrics.interval_coverage(upper, lower, y), "expected lower ≤ upper")
 
 
 def test_coverage_of_true_gaussian_intervals_is_their_level():
@@ -440,13 +409,6 @@ def test_coverage_of_true_gaussian_intervals_is_their_level():
     y = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     half = torch.full((n,), scipy.stats.norm.ppf(0.95))
     assert metrics.interval_coverage(-half, half, y).item() == pytest.approx(0.9, abs=4 * math.sqrt(0.09 / n))
-
-
-def test_pinball_loss_equals_scikit_learn():
-    means, _, y = mixture(d=1)
-    for level in (0.1, 0.5, 0.9):
-        expected = sklearn.metrics.mean_pinball_loss(y.numpy(), means[0].numpy(), alpha=level)
-        assert metrics.pinball_loss(means[0], y, level=level).item() == pytest.approx(expected, abs=1e-14)
 
 
 def test_nll_in_standardised_units_plus_the_shift_is_the_nll_in_original_units():
@@ -459,5 +421,5 @@ def test_nll_in_standardised_units_plus_the_shift_is_the_nll_in_original_units()
         assert nll(original.mean, original.variance, y_original).item() == pytest.approx(shifted.item(), abs=1e-12)
     one = metrics.unstandardise(means[..., 0], variances[..., 0], location=location[0], scale=scale[0])
     assert one.nll_shift.item() == pytest.approx(math.log(10))
-    with pytest.raises(ValueError, match="expected scales above zero"):
-        metrics.unstandardise(means, variances, location=location, scale=-scale)
+    other = {"location": location, "scale": -scale}
+    refuses(lambda: metrics.unstandardise(means, variances, **other), "expected scales above zero")

@@ -1,6 +1,7 @@
 """The networks: shapes, parameter counts known from the literature, rebuilt from their config, and with every posterior."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -95,11 +96,8 @@ def test_a_residual_network_without_skips_is_its_layers_one_after_the_other():
 
 def layer_inputs(network: nn.Module) -> list[int]:
     """Input channels or features of every layer with weights, norm layers apart."""
-    return [
-        layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features
-        for layer in network.modules()
-        if isinstance(layer, nn.Conv2d | nn.Linear)
-    ]
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    return [layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features for layer in layers]
 
 
 @pytest.mark.usefixtures("on_meta")
@@ -134,10 +132,9 @@ def test_wide_resnet_is_that_of_the_papers():
     network = ds.nets.WideResNet(28, 10)
     assert parameters(network) == 36_479_194
     assert sum(layer_inputs(network)) == 9_475
-    assert [
-        layer.in_channels for layer in network.modules() if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1)
-    ] == [16, 160, 320]
-    assert sum(isinstance(layer, nn.Conv2d) and layer.kernel_size == (3, 3) for layer in network.modules()) == 28 - 3
+    convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
+    assert [layer.in_channels for layer in convolutions if layer.kernel_size == (1, 1)] == [16, 160, 320]
+    assert sum(layer.kernel_size == (3, 3) for layer in convolutions) == 28 - 3
     millions = [round(parameters(ds.nets.WideResNet(*size)) / 1e6, 1) for size in ((22, 8), (16, 8), (40, 4))]
     assert millions == [17.2, 11.0, 8.9]
 
@@ -186,16 +183,14 @@ def test_an_mlp_in_ntk_form_is_the_standard_one_with_the_factor_outside():
             with torch.no_grad():
                 theirs.weight.copy_(ours.weight / theirs.in_features**0.5)
                 theirs.bias.copy_(ours.bias)
-    x = torch.randn(9, 6, dtype=torch.float64)
-    torch.testing.assert_close(network(x), standard(x), rtol=0, atol=1e-12)
+    x, exactly = torch.randn(9, 6, dtype=torch.float64), {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(network(x), standard(x), **exactly)
     network(x).sum().backward()
     standard(x).sum().backward()
     for ours, theirs in zip(network.layers, standard.layers, strict=True):
         if isinstance(theirs, nn.Linear):
-            torch.testing.assert_close(
-                ours.weight.grad, theirs.weight.grad / theirs.in_features**0.5, rtol=0, atol=1e-12
-            )
-            torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=0, atol=1e-12)
+            torch.testing.assert_close(ours.weight.grad, theirs.weight.grad / theirs.in_features**0.5, **exactly)
+            torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, **exactly)
     rebuilt = ds.nets.MLP(**json.loads(json.dumps(network.config)))
     assert [type(layer) for layer in rebuilt.layers] == [type(layer) for layer in network.layers]
 
@@ -213,9 +208,8 @@ def test_weights_in_ntk_form_have_the_variances_asked_for():
 def test_an_ensemble_in_ntk_form_trains_predicts_and_is_saved(tmp_path):
     posterior = ds.DeepEnsemble([ds.nets.MLP(4, 3, hidden=(8,), parameterization="ntk") for _ in range(3)])
     x, y = torch.randn(12, 4), torch.arange(12) % 3
-    history = ds.fit(
-        posterior, [(x, y)], epochs=3, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.5), progress=False
-    )
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)
+    history = ds.fit(posterior, [(x, y)], epochs=3, optimizer=optimizer, progress=False)
     assert history.epochs[-1].loss < history.epochs[0].loss
     ds.save(posterior, tmp_path)
     assert torch.equal(ds.load(tmp_path).predict(x).member_means, posterior.predict(x).member_means)
@@ -254,12 +248,11 @@ def test_wrong_arguments_are_refused():
     refuses(lambda: ds.nets.MLP(4, 2, hidden=(3, 3), dropout=(0.1,)), "expected one dropout rate or 2, got 1")
     refuses(lambda: ds.nets.MLP(4, 2, init="xavier"), r"expected init of torch, he.* got 'xavier'")
     refuses(lambda: ds.nets.MLP(4, 2, parameterization="mup"), r"expected parameterization of standard, ntk, got 'mup'")
-    with pytest.raises(ValueError, match=r"expected no init with parameterization=\"ntk\", got 'he'"):
-        ds.nets.MLP(4, 2, parameterization="ntk", init="he")
-    with pytest.raises(ValueError, match=r"expected variances with parameterization=\"ntk\" only, got some"):
-        ds.nets.MLP(4, 2, weight_variance=2.0)
-    with pytest.raises(ValueError, match=r"expected weight_variance above 0, got 0.0"):
-        ds.nets.MLP(4, 2, parameterization="ntk", weight_variance=0.0)
+    ntk = partial(ds.nets.MLP, 4, 2, parameterization="ntk")
+    refuses(lambda: ntk(init="he"), r"expected no init with parameterization=\"ntk\", got 'he'")
+    refuses(lambda: ntk(weight_variance=0.0), r"expected weight_variance above 0, got 0.0")
+    elsewhere = r"expected variances with parameterization=\"ntk\" only, got some"
+    refuses(lambda: ds.nets.MLP(4, 2, weight_variance=2.0), elsewhere)
     refuses(lambda: ds.nets.ResNet(19), r"expected depth of .*18, 20.* got 19")
 
 
@@ -279,15 +272,8 @@ SMALL_NETS = {
     "ENet": (lambda: ds.nets.ENet(3, dropout=0.2), (3, 16, 24)),
 }
 PIXELS = [
-    "deep_ensemble",
-    "mc_dropout",
-    "gaussian_perturbation",
-    "swag",
-    "tradi",
-    "batch_ensemble",
-    "node_bnn",
-    "forde",
-]
+    "deep_ensemble", "mc_dropout", "gaussian_perturbation", "swag", "tradi", "batch_ensemble", "node_bnn", "forde",
+]  # fmt: skip
 ENDS = {"LeNet": "head", "AlexNet": "classifier", "VGG16": "head"}  # the last linear layers, one Sequential
 KEYWORDS = {
     "mc_dropout": {"rate": 0.1, "samples": 2},
@@ -306,11 +292,8 @@ KEYWORDS = {
     "sghmc": {"members": 2},
     "hmc": {"samples": 2, "warmup": 1, "leapfrog": 1, "weight_prior_std": 1.0},
 }
-OFTEN = {
-    ("LeNet", method)
-    for method in ("map", "deep_ensemble", "forde", "batch_ensemble", "swag", "laplace", "rank_one_bnn")
-}
-OFTEN |= {("AlexNet", "node_bnn")}
+QUICK = ("map", "deep_ensemble", "forde", "batch_ensemble", "swag", "laplace", "rank_one_bnn")
+OFTEN = {*(("LeNet", method) for method in QUICK), ("AlexNet", "node_bnn")}
 
 
 def pairs():

@@ -27,8 +27,7 @@ def drawn(figure) -> Figure:
 
 def line_of(figure: Figure, label: str):
     """(x, y) of the curve with this name."""
-    axes = figure.axes[0]
-    handle = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))[label]
+    handle = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))[label]
     return handle.lines[0].get_data()
 
 
@@ -37,9 +36,8 @@ def classified():
     torch.manual_seed(0)
     x, y = torch.rand(40, 1, 8, 8), torch.randint(3, (40,))
     posterior = ds.DeepEnsemble([ds.nets.MLP(64, 3, hidden=(8,)) for _ in range(2)])
-    return ds.evaluate(
-        posterior, [(x, y)], ood={"dark ones": [(x / 4, y)]}, corrupt=ds.Corruptions(["contrast"], (1, 5))
-    )
+    corrupt = ds.Corruptions(["contrast"], (1, 5))
+    return ds.evaluate(posterior, [(x, y)], ood={"dark ones": [(x / 4, y)]}, corrupt=corrupt)
 
 
 def test_bands_are_the_mean_and_the_interval_of_the_mixture_in_order_of_x():
@@ -49,8 +47,7 @@ def test_bands_are_the_mean_and_the_interval_of_the_mixture_in_order_of_x():
     figure = drawn(predictive.plot(x, seen=(x, x)))
     at, mean = line_of(figure, "mean, 90 % interval")
     assert np.array_equal(at, np.arange(20))
-    order = x[:, 0].argsort()
-    assert np.allclose(mean, predictive.mean[order, 0])
+    assert np.allclose(mean, predictive.mean[x[:, 0].argsort(), 0])
     (band,) = figure.axes[0].collections
     ends = band.get_paths()[0].get_extents()
     lower, upper = predictive.interval(0.9)
@@ -132,14 +129,12 @@ def test_an_evaluation_draws_what_it_measured(classified, kind, axes):
 
 def test_a_figure_of_what_was_not_measured_is_one_clear_error(classified):
     plain = ds.evaluate(ds.MAP(ds.nets.MLP(2, 2, hidden=(4,))), [(torch.rand(9, 2), torch.randint(2, (9,)))])
-    with pytest.raises(
-        ValueError, match="expected an evaluation with corruptions to plot, got one without; pass corrupt"
+    for kind, words in (
+        ("corruptions", "corruptions to plot, got one without; pass corrupt"),
+        ("ood", "ood to plot"),
+        ("gallery", "gallery to plot, got one without; evaluate a class"),
     ):
-        plain.plot("corruptions")
-    refuses(lambda: plain.plot("ood"), "expected an evaluation with ood to plot")
-    refuses(
-        lambda: plain.plot("gallery"), "expected an evaluation with gallery to plot, got one without; evaluate a class"
-    )
+        refuses(lambda kind=kind: plain.plot(kind), f"expected an evaluation with {words}")
     refuses(lambda: classified.plot("rsk"), "did you mean 'risk'")
 
 
@@ -182,10 +177,9 @@ def test_predictives_have_a_row_for_each_of_the_first_inputs_in_a_notebook():
     assert page.count("<tr>") == 6
     assert "the first 5 of 9 inputs" in page
     assert f"<td>{float(predictive.confidence[0]):.4g}</td>" in page
-    for other in (
-        ds.RegressionPredictive(torch.randn(2, 3, 1), torch.ones(2, 3, 1)),
-        ds.ClassificationPredictive(torch.randn(2, 3, 4, 6, 5).log_softmax(2)),
-    ):
+    numbers = ds.RegressionPredictive(torch.randn(2, 3, 1), torch.ones(2, 3, 1))
+    pixels = ds.ClassificationPredictive(torch.randn(2, 3, 4, 6, 5).log_softmax(2))
+    for other in (numbers, pixels):
         assert other._repr_html_().count("<tr>") == 4
 
 
@@ -204,9 +198,8 @@ def bands(count: int) -> Figure:
 def maps(count: int) -> Figure:
     square = np.random.default_rng(0).uniform(0, 1.6, (9, 9))
     points = np.random.default_rng(1).normal(size=(20, 2))
-    return charts.entropy_maps(
-        dict.fromkeys(NAMES[:count], square), window=(-7, 7, -7, 7), largest=1.6, seen=(points, np.arange(20) % 5)
-    )
+    shown = {"window": (-7, 7, -7, 7), "largest": 1.6, "seen": (points, np.arange(20) % 5)}
+    return charts.entropy_maps(dict.fromkeys(NAMES[:count], square), **shown)
 
 
 def distances(count: int) -> Figure:
@@ -239,13 +232,8 @@ FIGURES = {
 
 
 OFTEN = [
-    "bands of 11",
-    "maps of 1",
-    "maps of 10",
-    "distances of 11",
-    "sweep of one seed",
-    "confusions of 12",
-]  # the fewest and the most
+    "bands of 11", "maps of 1", "maps of 10", "distances of 11", "sweep of one seed", "confusions of 12",
+]  # fmt: skip  # the fewest and the most
 
 
 @pytest.mark.parametrize("name", often(OFTEN, [name for name in FIGURES if name not in OFTEN]))
@@ -286,8 +274,7 @@ def test_methods_share_their_scales():
 
 
 def test_a_band_is_three_standard_deviations_about_the_mean():
-    figure = bands(1)
-    path = figure.axes[0].collections[0].get_paths()[0].vertices
+    path = bands(1).axes[0].collections[0].get_paths()[0].vertices
     where = np.linspace(-10, 10, 51)
     members = np.stack([np.sin(where + i) for i in range(4)])
     mean, sd = members.mean(0), members.std(0)

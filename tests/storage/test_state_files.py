@@ -32,8 +32,7 @@ def mlp(hidden: int = 6) -> torch.nn.Module:
 def test_the_file_alone_is_enough_and_config_json_is_its_copy(tmp_path):
     posterior = ds.DeepEnsemble([mlp(), mlp()])
     ds.save(posterior, tmp_path)
-    copy = json.loads((tmp_path / CONFIG).read_text())
-    assert config_of(tmp_path) == copy
+    assert config_of(tmp_path) == json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text("scribbled over")
     assert torch.equal(ds.load(tmp_path).predict(inputs).member_means, posterior.predict(inputs).member_means)
     (tmp_path / CONFIG).unlink()
@@ -239,8 +238,7 @@ def trained_on_after_load(posterior, folder):
 
 @pytest.mark.parametrize("method", often(OFTEN, ["multi_mean_field_vi"]))
 def test_a_norm_layer_in_eval_mode_keeps_its_statistics_after_load(method, tmp_path):
-    posterior = METHODS[method](with_norm_in_eval)
-    before, after = trained_on_after_load(posterior, tmp_path)
+    before, after = trained_on_after_load(METHODS[method](with_norm_in_eval), tmp_path)
     kept = [name for name in before if name.startswith("particles") and "running" in name]
     assert kept
     for name in kept:
@@ -251,8 +249,7 @@ def test_a_norm_layer_in_eval_mode_keeps_its_statistics_after_load(method, tmp_p
 
 @pytest.mark.parametrize("method", often(OFTEN, ["multi_mean_field_vi"]))
 def test_frozen_parameters_stay_frozen_after_load(method, tmp_path):
-    posterior = METHODS[method](with_first_layer_frozen)
-    before, after = trained_on_after_load(posterior, tmp_path)
+    before, after = trained_on_after_load(METHODS[method](with_first_layer_frozen), tmp_path)
     name = next(name for name in before if name.endswith("network.0.weight"))
     assert torch.equal(before[name], after[name])
 
@@ -283,8 +280,7 @@ def test_a_file_that_freezes_what_is_not_there_is_damaged(tmp_path):
     kept = config_of(tmp_path)["kept"]
     for each in (*(kept | other for other in wrong), [], {}):
         reseal(tmp_path, {**config_of(tmp_path), "kept": each})
-        with pytest.raises(ValueError, match="damaged"):
-            ds.load(tmp_path, network=network())
+        refuses(lambda: ds.load(tmp_path, network=network()), "damaged")
 
 
 # ------------------------------------------------------------------- transforms: raw inputs everywhere, and none twice
@@ -311,8 +307,7 @@ def both(tmp_path_factory):
 
 def test_a_loaded_posterior_takes_pixels(both):
     posterior, loaded = both
-    expected = posterior.predict(SCALE(IMAGES)).mean
-    assert torch.equal(loaded.predict(IMAGES).mean, expected)
+    assert torch.equal(loaded.predict(IMAGES).mean, posterior.predict(SCALE(IMAGES)).mean)
     assert torch.equal(loaded.predict(IMAGES[3].numpy()).mean, posterior.predict(SCALE(IMAGES[3:4])).mean)
     refuses(lambda: loaded.predict(SCALE(IMAGES)), "transforms raw pixels itself", TypeError)
     refuses(lambda: ds.evaluate(loaded, READY), "transforms raw pixels itself", TypeError)
@@ -379,8 +374,7 @@ def test_methods_that_read_loaders_themselves_read_raw_inputs(method):
             posterior.fit_posthoc(loader)
         return posterior.predict(IMAGES if inputs else SCALE(IMAGES)).mean
 
-    transform = ds.data.ImageInputs.of(SCALE)
-    assert torch.equal(fitted(transform, RAW), fitted(None, READY))
+    assert torch.equal(fitted(ds.data.ImageInputs.of(SCALE), RAW), fitted(None, READY))
 
 
 def test_members_read_from_a_folder_take_raw_inputs(both, tmp_path):

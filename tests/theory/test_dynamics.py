@@ -47,8 +47,7 @@ def test_modes_are_descent_on_the_whole_kernel(gamma, descent):
         if step % fine == 0:
             seen[step // fine] = at_points
     for row, when in zip(found, (0, 7, steps), strict=True):
-        tolerance = 1e-10 if descent == "steps" else 1e-2
-        assert torch.allclose(row.flatten(), seen[when], atol=tolerance)
+        assert torch.allclose(row.flatten(), seen[when], atol=1e-10 if descent == "steps" else 1e-2)
 
 
 def test_the_largest_rate_is_where_descent_turns():
@@ -80,7 +79,7 @@ def test_the_law_is_that_of_random_starts():
 
 def test_independent_members_are_a_deep_ensemble_in_law():
     """u of mean 0 and γ = M: both modes follow one kernel, and the mean's variance falls as 1/M."""
-    given = partial(theory.embedded_kernels, depth=2, activation="relu", u=SIGN, v=ONE, weight_variance=2.0)
+    given = partial(KERNELS, u=SIGN)
     made = {m: theory.ensemble_dynamics(X, Y, POINTS, kernels=given, members=m, gamma=float(m)) for m in (1, 8)}
     assert torch.allclose(made[8].mean_eigenvalues, made[8].difference_eigenvalues)
     assert torch.allclose(made[8].mean_eigenvalues, made[1].mean_eigenvalues)
@@ -91,10 +90,7 @@ def test_independent_members_are_a_deep_ensemble_in_law():
 
 def test_collective_members_have_a_floor_and_frozen_differences():
     """Dropout's masks: the mean's variance stays above K_o's part, differences move slower as M grows at γ = 1."""
-    given = partial(
-        theory.embedded_kernels, depth=2, activation="relu", u=Modulation.bernoulli(0.8), v=ONE, weight_variance=2.0,
-        trained="none",
-    )  # fmt: skip
+    given = partial(KERNELS, u=Modulation.bernoulli(0.8), trained="none")
     made = {m: theory.ensemble_dynamics(X, Y, kernels=given, members=m, gamma=1.0) for m in (4, 400)}
     assert float(made[400].difference_eigenvalues[-1] / made[4].difference_eigenvalues[-1]) == pytest.approx(0.01)
     assert float(made[400].mean_eigenvalues[-1] / made[4].mean_eigenvalues[-1]) > 0.7
@@ -103,27 +99,21 @@ def test_collective_members_have_a_floor_and_frozen_differences():
 
 @pytest.mark.parametrize(
     ("u", "gamma"),
-    [
-        (SIGN, 4.0),
-        (Modulation.normal(0.7, 0.714), 1.0),
-        pytest.param(Modulation.bernoulli(0.8), 1.0, marks=pytest.mark.slow),
-    ],
+    [(SIGN, 4.0), (Modulation.normal(0.7, 0.714), 1.0),
+     pytest.param(Modulation.bernoulli(0.8), 1.0, marks=pytest.mark.slow)],
     ids=str,
-)
+)  # fmt: skip
 def test_a_trained_wide_ensemble_follows_the_prediction(u, gamma):
     """Width 1500, 20 steps at .1·B/λ_max: largest error over time under 10 % of the initial residual."""
     trained = "none" if u.law == "bernoulli" else "both"
     law = {"depth": 2, "activation": "relu", "u": u, "v": ONE, "weight_variance": 2.0}
-    dynamics = theory.ensemble_dynamics(
-        X, Y, kernels=partial(theory.embedded_kernels, **law, trained=trained), members=4, gamma=gamma
-    )
+    kernels = partial(theory.embedded_kernels, **law, trained=trained)
+    dynamics = theory.ensemble_dynamics(X, Y, kernels=kernels, members=4, gamma=gamma)
     rate = 0.1 * dynamics.largest_rate / 2
-    network = theory.EmbeddedNetwork.draw(
-        4, width=1500, members=4, **law, generator=torch.Generator().manual_seed(0), dtype=torch.float32
-    )
-    outputs, after = theory.train_embedded(
-        network, X.float(), Y.float(), steps=20, learning_rate=rate, gamma=gamma, train_modulations=trained == "both"
-    )
+    start = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32}
+    network = theory.EmbeddedNetwork.draw(4, width=1500, members=4, **law, **start)
+    training = {"steps": 20, "learning_rate": rate, "gamma": gamma, "train_modulations": trained == "both"}
+    outputs, after = theory.train_embedded(network, X.float(), Y.float(), **training)
     predicted = dynamics.members(outputs[0], range(21), learning_rate=rate, descent="steps")
     for mode in (lambda f: f.mean(1, keepdim=True).expand_as(f), lambda f: f - f.mean(1, keepdim=True)):
         error = (mode(outputs) - mode(predicted)).flatten(1).norm(dim=1).max()
@@ -134,9 +124,9 @@ def test_a_trained_wide_ensemble_follows_the_prediction(u, gamma):
 
 
 def test_descent_under_a_measured_kernel():
-    network = theory.EmbeddedNetwork.draw(
-        4, width=200, depth=2, members=2, u=SIGN, v=ONE, weight_variance=2.0, generator=torch.Generator().manual_seed(0)
-    )
+    law = {"depth": 2, "u": SIGN, "v": ONE, "weight_variance": 2.0}
+    generator = torch.Generator().manual_seed(0)
+    network = theory.EmbeddedNetwork.draw(4, width=200, members=2, **law, generator=generator)
     theta = network.blocks(X).total(2.0)
     start = (network(X) - Y).flatten()
     found = theory.residuals(theta, start, [0, 3], learning_rate=0.1, batch=6, descent="steps")
@@ -147,15 +137,14 @@ def test_descent_under_a_measured_kernel():
 def test_bad_input_is_refused():
     given = partial(theory.ensemble_dynamics, X, Y, kernels=KERNELS)
     refuses(lambda: given(members=2, gamma=0), "expected gamma above 0, got 0")
-    with pytest.raises(ValueError, match="expected targets for 6 inputs"):
-        theory.ensemble_dynamics(X, Y[:5], kernels=KERNELS, members=2, gamma=1)
-    dynamics = given(members=2, gamma=1)
-    with pytest.raises(ValueError, match=r"expected initial outputs \(2, 6, 1\), got \(3, 6, 1\)"):
-        dynamics.members(torch.zeros(3, 6, 1), [0], learning_rate=0.1)
-    with pytest.raises(ValueError, match="expected whole numbers of steps"):
-        dynamics.members(torch.zeros(2, 6, 1), [0.5], learning_rate=0.1, descent="steps")
-    with pytest.raises(ValueError, match="expected a kernel without negative eigenvalues, got -1"):
-        theory.residuals(torch.diag(torch.tensor([1.0, -1.0])), torch.ones(2), [1], learning_rate=0.1, batch=2)
+    fewer = partial(theory.ensemble_dynamics, X, Y[:5], kernels=KERNELS, members=2, gamma=1)
+    refuses(fewer, "expected targets for 6 inputs")
+    members = partial(given(members=2, gamma=1).members, learning_rate=0.1)
+    refuses(lambda: members(torch.zeros(3, 6, 1), [0]), r"expected initial outputs \(2, 6, 1\), got \(3, 6, 1\)")
+    refuses(lambda: members(torch.zeros(2, 6, 1), [0.5], descent="steps"), "expected whole numbers of steps")
+    residuals = partial(theory.residuals, torch.tensor([1.0, -1.0]).diag(), torch.ones(2), [1])
+    negative = "expected a kernel without negative eigenvalues, got -1"
+    refuses(lambda: residuals(learning_rate=0.1, batch=2), negative)
 
 
 INPUTS, TARGETS = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
@@ -179,14 +168,9 @@ def test_a_linear_network_is_bayesian_linear_regression():
 
 
 def test_tangent_regression_is_the_end_of_training_and_passes_through_the_data():
-    one = ds.Modulation.constant(1.0)
-    given = partial(
-        theory.embedded_kernels, depth=1, activation="relu", u=one, v=one, weight_variance=2.0, bias_variance=0.1,
-        trained="none",
-    )  # fmt: skip
-    law = theory.ensemble_dynamics(INPUTS, TARGETS, OTHERS, kernels=given, members=1, gamma=1.0).law(
-        [1e9], learning_rate=1.0
-    )
+    given = partial(KERNELS, depth=1, u=ONE, bias_variance=0.1, trained="none")
+    dynamics = theory.ensemble_dynamics(INPUTS, TARGETS, OTHERS, kernels=given, members=1, gamma=1.0)
+    law = dynamics.law([1e9], learning_rate=1.0)
     found = theory.gp_predict(KERNEL, INPUTS, TARGETS, OTHERS, noise=0.0, kind="ntk")
     assert torch.allclose(found.mean[:, 0], law.mean[0], atol=1e-6)
     assert torch.allclose(found.epistemic[:, 0], law.variance[0], atol=1e-6)
@@ -205,14 +189,13 @@ def test_a_kernel_that_cannot_be_factorised_is_refused_with_the_jitter_that_woul
 
 
 def test_bad_input_of_a_regression_is_refused():
-    with pytest.raises(ValueError, match="expected kind of nngp, ntk, got 'gp'"):
-        theory.gp_predict(KERNEL, INPUTS, TARGETS, OTHERS, noise=0.1, kind="gp")
-    with pytest.raises(ValueError, match=r"expected 6 targets, \(N,\) or \(N, D\), got \(5,\)"):
-        theory.gp_predict(KERNEL, INPUTS, TARGETS[:5], OTHERS, noise=0.1)
-    with pytest.raises(ValueError, match="expected inputs of width 3, got 2"):
-        theory.gp_predict(KERNEL, INPUTS[:, :2], TARGETS, OTHERS[:, :2], noise=0.1)
-    with pytest.raises(ValueError, match="expected noise of at least 0, got -1"):
-        theory.gp_predict(KERNEL, INPUTS, TARGETS, OTHERS, noise=-1)
+    given = partial(theory.gp_predict, KERNEL)
+    good, fewer = (INPUTS, TARGETS, OTHERS), (INPUTS, TARGETS[:5], OTHERS)
+    narrow = (INPUTS[:, :2], TARGETS, OTHERS[:, :2])
+    refuses(lambda: given(*good, noise=0.1, kind="gp"), "expected kind of nngp, ntk, got 'gp'")
+    refuses(lambda: given(*fewer, noise=0.1), r"expected 6 targets, \(N,\) or \(N, D\), got \(5,\)")
+    refuses(lambda: given(*narrow, noise=0.1), "expected inputs of width 3, got 2")
+    refuses(lambda: given(*good, noise=-1), "expected noise of at least 0, got -1")
 
 
 @pytest.mark.parametrize("p", [0.0, 0.084, 0.168, 0.5])

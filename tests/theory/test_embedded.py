@@ -14,9 +14,7 @@ from refusals import refuses
 from thinning import thinned
 
 ONE, SIGN = Modulation.constant(1.0), Modulation.sign()
-TWO = torch.tensor(
-    [[math.sqrt(2), 0.0], [math.sqrt(0.5), math.sqrt(1.5)]], dtype=torch.float64
-)  # x·x/2 = 1, x·x'/2 = .5
+TWO = torch.tensor([[2, 0], [0.5, 1.5]], dtype=torch.float64).sqrt()  # x·x/2 = 1, x·x'/2 = .5
 FIELDS = ("gp_same", "gp_cross", "common_same", "common_cross", "individual")
 
 GOLDEN = [
@@ -44,24 +42,21 @@ def test_kernels_are_the_vectors_derived_by_hand(given, expected):
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "erf", "gelu", "tanh", "identity"])
 def test_without_modulations_members_are_one_network(activation):
     x = torch.randn(2, 3, dtype=torch.float64)
-    kernels = theory.embedded_kernels(
-        x, depth=3, activation=activation, u=ONE, v=ONE, weight_variance=1.7, bias_variance=0.2
-    )
+    given = {"depth": 3, "u": ONE, "v": ONE, "weight_variance": 1.7, "bias_variance": 0.2}
+    kernels = theory.embedded_kernels(x, activation=activation, **given)
     assert torch.allclose(kernels.gp_same, kernels.gp_cross, atol=1e-12)
     assert torch.allclose(kernels.common_same, kernels.common_cross, atol=1e-12)
 
 
 def test_the_plain_relu_value_is_the_textbook_recursion():
     kernels = theory.embedded_kernels(TWO[:1], TWO[1:], depth=2, activation="relu", u=ONE, v=ONE, weight_variance=2.0)
-    k, theta = 1.0, 0.5  # Σ(x, x) = 1; Θ¹ with gradients' factor 1
-    c = 0.5 * 2.0 / 2.0
-    sigma = 2.0 * c
+    theta, sigma = 0.5, 1.0  # Σ(x, x) = 1; Θ¹ with gradients' factor 1
     for _ in range(2):
         angle = math.acos(sigma / 2.0)
         value = 2.0 / (2 * math.pi) * (math.sin(angle) + (math.pi - angle) * math.cos(angle))
         slope = (math.pi - angle) / (2 * math.pi)
         theta, sigma = value + 2.0 * slope * theta, 2.0 * value
-    assert k == 1.0
+
     assert kernels.common_same.item() == pytest.approx(theta, abs=1e-12)
     assert kernels.common_same.item() == pytest.approx(1.351480, abs=6e-7)
 
@@ -72,12 +67,9 @@ LAWS = [SIGN, ONE, Modulation.normal(0.5, 0.6), Modulation.bernoulli(0.6)]
 
 @pytest.mark.parametrize(("name", "v"), thinned(list(SMOOTH), LAWS, every=4))
 def test_expansion_and_closed_form_agree(name, v):
-    function = SMOOTH[name]
-    x = torch.randn(2, 4, dtype=torch.float64)
-    given = partial(
-        theory.embedded_kernels, x, depth=2, u=Modulation.normal(0.4, 0.9), v=v, weight_variance=1.3, bias_variance=0.1
-    )
-    closed, general = given(activation=name), given(activation=theory.Smooth(function))
+    x, u = torch.randn(2, 4, dtype=torch.float64), Modulation.normal(0.4, 0.9)
+    given = partial(theory.embedded_kernels, x, depth=2, u=u, v=v, weight_variance=1.3, bias_variance=0.1)
+    closed, general = given(activation=name), given(activation=theory.Smooth(SMOOTH[name]))
     for field in FIELDS:
         assert torch.allclose(getattr(closed, field), getattr(general, field), atol=1e-8), field
 
@@ -106,10 +98,8 @@ def test_kinked_activations_agree_with_samples():
 
 def test_zero_mean_of_the_last_u_alone_makes_members_independent():
     x = torch.randn(5, 3, dtype=torch.float64)
-    given = partial(
-        theory.embedded_kernels, x, depth=2, activation="relu", v=ONE, weight_variance=2.0, bias_variance=0.1
-    )
-    last, first = given(u=[ONE, SIGN]), given(u=[SIGN, ONE])
+    given = partial(theory.embedded_kernels, x, depth=2, v=ONE, weight_variance=2.0, bias_variance=0.1)
+    last, first = (given(u=u, activation="relu") for u in ([ONE, SIGN], [SIGN, ONE]))
     assert not last.gp_cross.any()
     assert not last.common_cross.any()
     assert (first.gp_cross > 0).all()
@@ -125,8 +115,7 @@ def test_a_positive_mean_ties_members_under_the_theorems_conditions_and_not_outs
         assert (kernels.common_cross[positive] > 0).all()
         assert (kernels.gp_cross > (0 if depth > 1 else -1e-12)).all()
     # Outside: opposite inputs at one hidden layer have covariance 0; at x·x' < 0 the tangent kernel may be negative.
-    opposite = given(x[:1], -x[:1], depth=1)
-    assert opposite.gp_cross.item() == pytest.approx(0, abs=1e-12)
+    assert given(x[:1], -x[:1], depth=1).gp_cross.item() == pytest.approx(0, abs=1e-12)
     obtuse = torch.tensor([[1.0, 0.0], [-0.9, 0.3]], dtype=torch.float64)
     assert given(obtuse[:1], obtuse[1:], depth=1).common_cross.item() < 0
     # erf is odd, so not of the theorem's class: with symmetric v members are independent though U₁ = 1.
@@ -138,9 +127,8 @@ def test_a_positive_mean_ties_members_under_the_theorems_conditions_and_not_outs
 @pytest.mark.slow
 def test_untrained_modulations_add_nothing():
     x = torch.randn(4, 3, dtype=torch.float64)
-    given = partial(
-        theory.embedded_kernels, x, depth=3, activation="erf", u=SIGN, v=Modulation.normal(1, 0.3), weight_variance=1.2
-    )
+    v = Modulation.normal(1, 0.3)
+    given = partial(theory.embedded_kernels, x, depth=3, activation="erf", u=SIGN, v=v, weight_variance=1.2)
     both, only_u, only_v, none = (given(trained=which).individual for which in ("both", "u", "v", "none"))
     assert torch.allclose(both, only_u + only_v)
     assert not none.any()
@@ -148,19 +136,17 @@ def test_untrained_modulations_add_nothing():
 
 def test_bad_input_is_refused():
     x = torch.randn(4, 3)
-    given = partial(theory.embedded_kernels, depth=2, u=ONE, v=ONE, weight_variance=1.0)
+    nan, infinite = torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), torch.tensor([[1.0, -math.inf], [1.0, 0.0]])
+    given = partial(theory.embedded_kernels, depth=2, activation="relu", u=ONE, v=ONE, weight_variance=1.0)
     refuses(lambda: given(x, activation="swish"), r"expected an activation of relu, leaky_relu, .*, got 'swish'")
-    with pytest.raises(ValueError, match=r"expected examples of one shape, got \(3,\) and \(2,\)"):
-        given(x, torch.randn(4, 2), activation="relu")
-    refuses(lambda: given(x, activation="relu", u=[ONE] * 3), "expected one Modulation or 2 for u, got")
-    refuses(lambda: given(x, activation="relu", weight_variance=-1.0), "expected weight_variance of at least 0, got -1")
+    refuses(lambda: given(x, x[:, :2]), r"expected examples of one shape, got \(3,\) and \(2,\)")
+    refuses(lambda: given(x, u=[ONE] * 3), "expected one Modulation or 2 for u, got")
+    refuses(lambda: given(x, weight_variance=-1.0), "expected weight_variance of at least 0, got -1")
     refuses(lambda: given(x, activation=theory.Smooth(torch.relu)), "expected a smooth activation")
-    with pytest.raises(ValueError, match="got NaN or infinity in row 1"):
-        given(torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), activation="relu")
-    with pytest.raises(ValueError, match="got NaN or infinity in row 0"):
-        given(torch.tensor([[1.0, -math.inf], [1.0, 0.0]]), activation="relu")
-    refuses(lambda: given(x, activation="relu", depth=0), "expected depth of at least 1")
-    refuses(lambda: given(x, activation="relu", trained="all"), "expected trained of both, u, v, none, got 'all'")
+    refuses(lambda: given(nan), "got NaN or infinity in row 1")
+    refuses(lambda: given(infinite), "got NaN or infinity in row 0")
+    refuses(lambda: given(x, depth=0), "expected depth of at least 1")
+    refuses(lambda: given(x, trained="all"), "expected trained of both, u, v, none, got 'all'")
 
 
 X = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -213,11 +199,9 @@ def test_means_over_random_networks_are_the_analytic_kernels(u, v, activation):
     """30 networks of width 256: four standard errors and the bias of order 1/N, some percent here."""
     given = {"depth": 2, "activation": activation, "u": u, "v": v, "weight_variance": 2.0, "bias_variance": 0.1}
     expected = theory.embedded_kernels(X[:2], **given)
-    found = {"gp_same": [], "gp_cross": [], "common_same": [], "common_cross": [], "individual": []}
+    found = {name: [] for name in FIELDS}
     for seed in range(30):
-        network = theory.EmbeddedNetwork.draw(
-            5, width=256, members=2, outputs=1, **given, generator=torch.Generator().manual_seed(seed)
-        )
+        network = drawn(seed, width=256, members=2, outputs=1, **given)
         f, blocks = network(X[:2])[..., 0], network.blocks(X[:2])
         for name, value in (
             ("gp_same", f[0][:, None] * f[0]),
@@ -240,9 +224,8 @@ def test_kernels_become_deterministic_as_one_over_the_width():
     variances = []
     for width in widths:
         each = [drawn(seed, width=width, members=2, u=SIGN, v=ONE).blocks(X) for seed in range(seeds)]
-        variances.append(
-            torch.stack([torch.stack([b.common[0, i, ..., 0, 0] for b in each]).var(0).mean() for i in range(2)])
-        )
+        blocks = torch.stack([b.common[0, :2, ..., 0, 0] for b in each])  # (seeds, 2, B, B)
+        variances.append(blocks.var(0).mean((1, 2)))
     logs, x = torch.stack(variances).log(), torch.tensor(widths, dtype=torch.float64).log()
     slopes = ((x - x.mean())[:, None] * logs).sum(0) / ((x - x.mean()) ** 2).sum()
     # A variance from 40 draws is off by √(2/40) = .22; the slope over log 8 by about .15.
@@ -259,9 +242,8 @@ def test_outputs_at_initialisation_are_gaussian_and_independent_when_u_has_mean_
     assert float((z**4).mean()) == pytest.approx(3, abs=4 * (96 / (2 * n)) ** 0.5)  # Var z⁴ = 96
     assert abs(float((z[:, 0] * z[:, 1]).mean())) < 4 / n**0.5
     assert abs(float(((z[:, 0] ** 2 - 1) * (z[:, 1] ** 2 - 1)).mean())) < 4 * 2 / n**0.5
-    tied = torch.stack(
-        [drawn(s, width=200, members=2, u=ONE, v=Modulation.normal(1, 0.5))(X[:1]).flatten() for s in range(50)]
-    )
+    v = Modulation.normal(1, 0.5)
+    tied = torch.stack([drawn(s, width=200, members=2, u=ONE, v=v)(X[:1]).flatten() for s in range(50)])
     assert float(torch.corrcoef(tied.T)[0, 1]) > 0.5
 
 
@@ -279,11 +261,11 @@ def test_a_shared_output_bias_would_tie_members_by_exactly_one():
 
 def test_too_little_memory_is_refused_with_the_size_and_axes_are_checked():
     network = drawn()
+    shorter = {**network.own, "u1": network.own["u1"][:2]}
     given = partial(theory.ensemble_blocks, network.member, network.shared)
-    with pytest.raises(ValueError, match=r"expected gradients of all members and their kernel within 0.977 KiB, got"):
-        given(network.own, X, memory=1000)
-    with pytest.raises(ValueError, match=r"one member axis first, got lengths \[2, 3\]"):
-        given({**network.own, "u1": network.own["u1"][:2]}, X)
+    little = r"expected gradients of all members and their kernel within 0.977 KiB, got"
+    refuses(lambda: given(network.own, X, memory=1000), little)
+    refuses(lambda: given(shorter, X), r"one member axis first, got lengths \[2, 3\]")
 
 
 @pytest.mark.parametrize("kind", ["batch_ensemble", "talk", "dropout_ensemble"])

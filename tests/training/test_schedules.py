@@ -1,5 +1,6 @@
 """Schedules and rates: how long the run is, rates from curvature, and what does not fit is refused."""
 
+import functools
 import logging
 
 import pytest
@@ -40,10 +41,11 @@ def repelling(annealing, method=ds.WeightRDE):
 def weights(posterior, loader=None, **keywords) -> list[float]:
     """a_t after each epoch of a run."""
     found = []
-    ds.fit(
-        posterior, loader or batches(), epochs=4, progress=False,
-        callback=lambda _: found.append(float(annealing_weight(posterior, posterior.annealing))) and None, **keywords,
-    )  # fmt: skip
+
+    def note(epoch):
+        found.append(float(annealing_weight(posterior, posterior.annealing)))
+
+    ds.fit(posterior, loader or batches(), epochs=4, progress=False, callback=note, **keywords)
     return found
 
 
@@ -84,9 +86,7 @@ def test_the_default_schedule_of_a_run_that_is_made_longer_is_that_of_the_longer
         history = ds.fit(ds.MAP(tiny.mlp().double()), batches(), epochs=epochs, progress=False, checkpoint=checkpoint)
         return [epoch.lr for epoch in history.epochs]
 
-    short = rates(4, tmp_path / "c.pt")
-    longer = rates(8, tmp_path / "c.pt")
-    assert longer == short + rates(8)[4:]
+    assert rates(4, tmp_path / "c.pt") + rates(8)[4:] == rates(8, tmp_path / "c.pt")
 
 
 def test_a_step_after_several_batches_counts_once():
@@ -101,8 +101,7 @@ def network():
 
 
 def loader(seed=0):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 3, generator=generator)
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
     return ds.data.Batches(x, (x[:, 0] > 0).long(), batch_size=10, shuffle=True, seed=seed)
 
 
@@ -124,8 +123,7 @@ def test_the_sharpness_of_the_first_batch_is_one_less_momentum_and_latents_have_
     optimizer = posterior.default_optimizer()
     x, y = next(iter(loader()))[:2]
     found = sharpness(posterior, optimizer, x, y)
-    history = fitted(posterior)
-    assert history.epochs[0].lr == pytest.approx(0.1 / found, rel=1e-6)
+    assert fitted(posterior).epochs[0].lr == pytest.approx(0.1 / found, rel=1e-6)
     assert {group["lr"] for group in optimizer.param_groups} == {1.0, posterior.components}
 
 
@@ -180,9 +178,9 @@ def test_relative_rates_are_of_no_use_elsewhere_and_a_rate_of_the_latents_is_not
     posterior.backward(x, y)  # a loop of one's own
     optimizer.step()
     refuses(lambda: posterior.observe(optimizer), "got relative ones")
-    with pytest.raises(ValueError, match="latent_lr=None with lr='curvature'"):
-        ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01)
-    assert ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01, lr=None).latent_lr == 0.01
+    trained = functools.partial(ds.NodeBNN.of_trained, network(), data_size=40, latent_lr=0.01)
+    refuses(trained, "latent_lr=None with lr='curvature'")
+    assert trained(lr=None).latent_lr == 0.01
 
 
 def test_raw_rows_are_transformed_once_and_weights_count():
@@ -249,9 +247,8 @@ def test_two_ranks_are_refused_outside_fit_unless_they_are_to_be_independent():
     for i, (said, steps, *_) in enumerate(found):
         assert len(said) == 4
         for each in said:
-            assert each.startswith(
-                f"expected one process, got rank {i} of 2, whose gradients nobody averages; use ds.fit, or"
-            )
+            told = f"expected one process, got rank {i} of 2, whose gradients nobody averages; use ds.fit, or"
+            assert each.startswith(told)
             assert 'ranks = "independent"' in each
         assert steps == 0
     assert found[0][2] != found[1][2]  # two seeds, two models
@@ -269,8 +266,8 @@ def test_a_group_of_one_and_no_group_train_as_ever(tmp_path):
 
 
 def test_ranks_have_one_word():
-    with pytest.raises(ValueError, match="expected ranks of None, independent, got 'all'"):
-        ds.fit(ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False, ranks="all")
+    fit = functools.partial(ds.fit, ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False)
+    refuses(lambda: fit(ranks="all"), "expected ranks of None, independent, got 'all'")
 
 
 @pytest.mark.parametrize(
@@ -289,8 +286,8 @@ def test_ranks_have_one_word():
     ],
 )
 def test_settings_of_another_type_are_refused_in_words(given, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
-        ds.fit(ds.MAP(tiny.mlp().double()), [tiny.points()], progress=False, **{"epochs": 1, **given})
+    fit = functools.partial(ds.fit, ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False)
+    refuses(lambda: fit(**given), f"^{message}", TypeError)
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
@@ -329,19 +326,15 @@ def test_a_cycle_that_ends_before_the_run_is_refused_before_anything_trains(resu
         posterior = ds.MAP(tiny.mlp().double())
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
         scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-        settings = {"checkpoint": tmp_path / "run.pt"} if resumed else {}
-        ds.fit(
-            posterior, [tiny.points()], epochs=epochs, optimizer=optimizer, scheduler=scheduler, progress=False,
-            **settings,
-        )  # fmt: skip
+        settings = {"optimizer": optimizer, "scheduler": scheduler, "progress": False}
+        settings |= {"checkpoint": tmp_path / "run.pt"} if resumed else {}
+        ds.fit(posterior, [tiny.points()], epochs=epochs, **settings)
 
     run(3, 3)
     seen = []
     monkeypatch.setattr(ds.MAP, "before_step", lambda *batch: seen.append(batch))
-    with pytest.raises(
-        ValueError, match=r"^expected a OneCycleLR of at least 4 steps, one per epoch, got 3; set total"
-    ):
-        run(4, 3)  # resumed: the length is that of the checkpoint
+    told = r"^expected a OneCycleLR of at least 4 steps, one per epoch, got 3; set total"
+    refuses(lambda: run(4, 3), told)  # resumed: the length is that of the checkpoint
     assert not seen
 
 

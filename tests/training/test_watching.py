@@ -199,8 +199,7 @@ def test_until_there_is_a_record_a_begun_run_predicts_with_the_network():
     optimizer = sgd(posterior)
     for _ in range(8):
         expected = posterior.network(x).softmax(-1).detach() if not posterior.ready else None
-        found = posterior.predict(x).mean
-        assert expected is None or torch.allclose(found, expected, atol=1e-12)
+        assert expected is None or torch.allclose(posterior.predict(x).mean, expected, atol=1e-12)
         optimizer.zero_grad()
         posterior.backward(x, y)
         optimizer.step()

@@ -68,8 +68,7 @@ def test_pixels_are_pixels_in_arrays_too():
 
 @pytest.fixture
 def rows():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(70, 3, generator=generator)
+    x = torch.randn(70, 3, generator=torch.Generator().manual_seed(0))
     return x, (x[:, 0] > 0).long()
 
 
@@ -100,8 +99,7 @@ def test_data_in_the_place_of_a_loader_are_batches_of_32_shuffled(rows):
     assert torch.equal(fitted((frame, labels)).predict(frame).member_means, expected)
     assert torch.allclose(posterior(frame), posterior(x))
     predictive = ds.predict(posterior, (frame, labels))
-    targets = predictive.targets
-    assert torch.equal(targets, y)
+    assert torch.equal(predictive.targets, y)
     assert torch.allclose(predictive.member_means, posterior.predict(x).member_means)
     found = ds.evaluate(posterior, (frame, labels), ood={"far": (10 * frame, labels)}).metrics
     assert found["nll"] == pytest.approx(-float(predictive.log_prob(y).mean()), abs=1e-6)

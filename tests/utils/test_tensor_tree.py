@@ -20,6 +20,7 @@ from dissensus.utils.memory_layout import (
     with_own_memory,
 )
 from dissensus.utils.tensor_tree import TensorPlaces, TensorTree, call_with_tensors, named_submodules, named_tensors
+from refusals import refuses
 
 
 def tree():
@@ -184,8 +185,7 @@ def test_pruned_and_parametrised_members_predict_with_what_is_computed(how: str,
     torch.testing.assert_close(outputs(posterior, x), by_hand, rtol=0, atol=1e-12)
     posterior(x).sum().backward()
     assert last.parametrizations.weight.original.grad.any()
-    with pytest.raises(ValueError, match="pruned or parametrised in the stack"):
-        posterior.backward(x, torch.zeros(6, dtype=torch.int64))
+    refuses(lambda: posterior.backward(x, torch.zeros(6, dtype=torch.int64)), "pruned or parametrised in the stack")
     prune.remove(first, "weight")
     parametrize.remove_parametrizations(last, "weight")
     torch.testing.assert_close(posterior(x), by_hand, rtol=0, atol=1e-12)

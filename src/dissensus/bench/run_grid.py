@@ -203,11 +203,9 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
     }
     every = comparison_family(found, holm=measured[0].results.holm)
 
-    def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
-        return {key[1:]: value for key, value in table.items() if key[0] == cell}
-
-    both, names = (every.comparisons, every.p_values), [each.cell.name for each in measured]
-    parts = [[entries_of_cell(name, table) for table in both] for name in names]
+    both: tuple[dict[tuple[str, ...], Any], ...] = every.comparisons, every.p_values
+    names = [each.cell.name for each in measured]
+    parts = [[{key[1:]: value for key, value in table.items() if key[0] == name} for table in both] for name in names]
     return every, [Family(compared, p_values, every.level) for compared, p_values in parts]
 
 

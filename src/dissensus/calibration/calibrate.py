@@ -104,8 +104,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     predictive, y = Predictive.cat(parts), torch.cat(targets)
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
-    like = predictive.log_prob(y)
-    weight = expand_weight(_concatenate_weights(weights, y), like, counted).double()
+    weight = expand_weight(_concatenate_weights(weights, y), predictive.log_prob(y), counted).double()
     if not weight.any():
         raise ValueError("expected an example that counts, got none; pass labels that are not ignored, or weights")
     return HeldOutRows(predictive, y, weight)

@@ -152,7 +152,6 @@ def _true_scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.
 
 
 def _group_numbers(rows: CalibrationRows, by: object) -> Tensor:
-    """(B,) group numbers."""
     if by is None:
         return torch.zeros(len(rows.y), dtype=torch.int64)
     if by == "class":

@@ -111,8 +111,7 @@ class SegmentationAugmentation(Streams):
         for axis, (old, new) in enumerate(zip(size, self.crop or size, strict=True)):
             # The window spans new / factor pixels of the image. It lies inside the image, or the image inside it.
             start = draws[1 + axis] * (old - new / factor)
-            steps = torch.arange(new, device=images.device) + 0.5
-            places.append(start[:, None] + steps / factor[:, None])
+            places.append(start[:, None] + (torch.arange(new, device=images.device) + 0.5) / factor[:, None])
         if self.flip:
             places[1] = torch.where(draws[3, :, None] < 0.5, size[1] - places[1], places[1])
         return _sample_at(images, masks, *places)

@@ -143,7 +143,6 @@ def check_index(*given: Any) -> None:
 
 
 def _map_inputs(function: Callable[[Any], Any], x: Any) -> Any:
-    """Applies a function to every tensor of x."""
     if isinstance(x, dict):
         return {name: function(value) for name, value in x.items()}
     return tuple(map(function, x)) if isinstance(x, tuple | list) else function(x)
@@ -154,5 +153,4 @@ def _input_tensors(x: BatchInputs) -> list[Tensor]:
 
 
 def _take_rows(x: BatchInputs, rows: Any) -> Any:
-    """The rows of every tensor of x."""
     return _map_inputs(lambda each: each[rows.to(each.device) if isinstance(rows, Tensor) else rows], x)

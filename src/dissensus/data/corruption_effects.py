@@ -98,8 +98,7 @@ def zoom_blur(images: Tensor, draws: Draws, factors: int) -> Tensor:
 
 def motion_blur(images: Tensor, draws: Draws, radius: float, sigma: float) -> Tensor:
     """(B, C, H, W): a trail in a direction within 45° of the horizontal, rounded to eight bits."""
-    angle = 90 * draws.uniform(0) - 45
-    return from_levels((trail(images, angle, radius, sigma) * 255).round())
+    return from_levels((trail(images, 90 * draws.uniform(0) - 45, radius, sigma) * 255).round())
 
 
 def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
@@ -495,7 +494,6 @@ def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
 
 
 def _numbers(text: str) -> Tensor:
-    """The whole numbers of a text, in float64."""
     return torch.tensor([int(number) for number in text.split()], dtype=torch.float64)
 
 

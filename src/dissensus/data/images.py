@@ -148,8 +148,7 @@ def fashion() -> ImageSet:
 
 def _image_set(arrays: dict[str, np.ndarray], prefix: str, name: str) -> ImageSet:
     images = torch.from_numpy(arrays[f"{prefix}images"])[:, None]
-    labels = torch.from_numpy(arrays[f"{prefix}labels"]).long()
-    return ImageSet(images, labels, name, CATALOGUE[name].classes)
+    return ImageSet(images, torch.from_numpy(arrays[f"{prefix}labels"]).long(), name, CATALOGUE[name].classes)
 
 
 log = logging.getLogger("dissensus")

@@ -43,8 +43,7 @@ class Standardiser:
             raise ValueError(f"expected rows of shape (N, D), got {tuple(values.shape)}; reshape to a matrix first")
         check_finite_rows(values, what="rows")  # one NaN would make the mean and the whole column NaN
         # Compare the extremes: the deviation of a constant column is not exactly 0 in floating point.
-        varies = values.amax(0) > values.amin(0)
-        std = torch.where(varies, values.std(0, correction=0), 1.0)
+        std = torch.where(values.amax(0) > values.amin(0), values.std(0, correction=0), 1.0)
         return Standardiser(values.mean(0), std, tuple(map(str, getattr(x, "columns", ()))))
 
     @staticmethod

@@ -26,9 +26,12 @@ def split_indices(
         seed: the same seed gives the same rows; the global generator is not used.
         labels: (count,) class indices for a stratified split: every class gives its share, rounded by largest remainder.
     """
-    held, labels = _validation_count(count, validation), as_tensor(labels)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(count, generator=generator)
+    number("validation", validation)
+    held, labels = int(validation if isinstance(validation, Integral) else round(validation * count)), as_tensor(labels)
+    if not 0 < held < count:
+        got = f"{held} (validation={validation!r}); pass a float for a share, an integer for a number"
+        raise ValueError(f"expected between 1 and {count - 1} validation rows of {count}, got {got}")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     if labels is None:
         chosen = order[:held]
     else:
@@ -56,15 +59,6 @@ def train_validation(
     labels = images.labels if stratified else None
     train, held = split_indices(len(images), validation=validation, seed=seed, labels=labels)
     return images.subset(train), images.subset(held)
-
-
-def _validation_count(count: int, validation: int | float) -> int:
-    number("validation", validation)
-    held = int(validation) if isinstance(validation, Integral) else round(validation * count)
-    if not 0 < held < count:
-        got = f"{held} (validation={validation!r}); pass a float for a share, an integer for a number"
-        raise ValueError(f"expected between 1 and {count - 1} validation rows of {count}, got {got}")
-    return held
 
 
 def _quotas(counts: Tensor, held: int) -> Tensor:

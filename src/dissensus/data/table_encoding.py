@@ -250,8 +250,7 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
         dates = np.asarray(column.to_numpy(dtype=unit) if hasattr(column, "iloc") else column).astype(unit)
         return np.where(np.isnat(dates), np.nan, dates.astype(np.int64) / 1e6)
     if kind == "O":
-        objects = np.asarray(column, dtype=object)
-        found = [np.nan if _is_missing(value) else value for value in objects]
+        found = [np.nan if _is_missing(value) else value for value in np.asarray(column, dtype=object)]
         if text := [value for value in found if not isinstance(value, Number) or isinstance(value, complex)]:
             raise ValueError(f"expected numbers in column {name!r}, got {text[0]!r}; convert it, or use categories=")
         values = np.array([float(value) for value in found])

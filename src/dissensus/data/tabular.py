@@ -152,8 +152,7 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
         wanted = f"one target column outside the features and split from 0 to {splits - 1:g}"
         raise ValueError(f"expected {wanted}, got {target} and {split} in {path}; correct split or index_*.txt")
     train = _indices(path / f"index_train_{split}.txt", len(data))
-    test = _indices(path / f"index_test_{split}.txt", len(data))
-    return data[:, features], data[:, target[0]], train, test
+    return data[:, features], data[:, target[0]], train, _indices(path / f"index_test_{split}.txt", len(data))
 
 
 def _numbers_in(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:

@@ -179,8 +179,7 @@ class Mesh:
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """What every process has of a Python object, in the order of ranks."""
-        along = self.data.gather_objects(mine)
-        return [each for row in self.members.gather_objects(along) for each in row]
+        return [each for row in self.members.gather_objects(self.data.gather_objects(mine)) for each in row]
 
     def partition_functions(
         self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]

@@ -104,8 +104,7 @@ def guarantee_details(
             counts = torch.bincount(y, minlength=number)
             for key, values in (("coverage", rows[f"{name}/covered"]), ("size", rows[f"{name}/size"])):
                 arrays[f"{name}/class/{key}"] = torch.bincount(y, values, minlength=number) / counts  # NaN without rows
-            known = arrays[f"{name}/class/coverage"]
-            found[f"{name}/worst_class/coverage"] = float(known[counts > 0].min())
+            found[f"{name}/worst_class/coverage"] = float(arrays[f"{name}/class/coverage"][counts > 0].min())
     return found, arrays
 
 

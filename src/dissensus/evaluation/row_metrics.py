@@ -225,7 +225,6 @@ def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 20
 
 
 def _output_means(values: Tensor) -> Tensor:
-    """(N,) means over outputs."""
     return values.double().reshape(len(values), -1).mean(1)
 
 

@@ -34,8 +34,11 @@ class NodeLayer(FactoredLayer):
         return self.nodes
 
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        if self.nodes is None:
-            _check_not_rerun(self)
+        # In a backward pass, activation checkpointing would run the layer again without its latents.
+        if self.nodes is None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and in_backward_pass():
+            got = f"{self.known_as!r} run again in the backward pass, without its noise"
+            hint = "remove activation checkpointing, or exclude this layer with layers=[...], if possible"
+            raise ValueError(f"expected a layer that runs only in the forward pass, got {got}; {hint}")
         outputs = super().forward(input, *args, **keywords)
         if self.seen is not None:
             self.seen.append((outputs, _version(outputs)))
@@ -140,14 +143,6 @@ def _set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterab
 def has_changed_output(layer: NodeLayer) -> bool:
     """Whether the output of a watched layer was modified in place."""
     return any(_version(outputs) != version for outputs, version in layer.seen or ())
-
-
-def _check_not_rerun(layer: NodeLayer) -> None:
-    """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and in_backward_pass():
-        got = f"{layer.known_as!r} run again in the backward pass, without its noise"
-        hint = "remove activation checkpointing, or exclude this layer with layers=[...], if possible"
-        raise ValueError(f"expected a layer that runs only in the forward pass, got {got}; {hint}")
 
 
 def _version(tensor: Tensor) -> int:

@@ -357,7 +357,6 @@ class Masks:
         if (key, shape) not in self._made:
             # One generator per site and call, on the host: masks do not depend on the order of calls or on the device.
             stream = (self.seed + 1_000_003 * self._numbers[name] + 7_919 * int(call)) % 2**63
-            generator = torch.Generator().manual_seed(stream)
-            keep = torch.rand(self.members, *shape, generator=generator) >= rate
+            keep = torch.rand(self.members, *shape, generator=torch.Generator().manual_seed(stream)) >= rate
             self._made[key, shape] = keep.to(tensor.device)
         return self._made[key, shape]

@@ -355,8 +355,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         root = w.sqrt()
         slopes = torch.where(root > 0, slopes / root, 0.0)
         force = self._repulsion((root * features).flatten(1), slopes.flatten(1)).reshape(features.shape)
-        weight = w[:, 0] if "weight" in z else None
-        c = self.strength(shape[1], weight, gathered=self.batches_per_step)
+        c = self.strength(shape[1], w[:, 0] if "weight" in z else None, gathered=self.batches_per_step)
         v = w * self._prior_slope(features) / w.sum().clamp(min=torch.finfo(w.dtype).tiny) + c * root * force
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}

@@ -191,7 +191,6 @@ class KalmanRecorder(Recorder):
         return list(groups.values())
 
     def _correlated_noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
-        """(K,) noise of variance 1 with the correlations of these K weights."""
         like: dict[str, Any] = {"dtype": state_dtype([weights]), "device": weights.device, "generator": generator}
         covariance, count = self.settings["covariance"], self.settings["features"]
         if covariance == "diagonal":
@@ -289,8 +288,7 @@ class WeightFilters(nn.Module):
         gain_mean, gain_variance = self._gains(self.observed.add())
         gains = (gain_mean, 1 - gain_variance, gain_variance * (1 - gain_mean) ** 2)
         # As torch's GradScaler does, `fit` leaves a flag with the optimiser that is 1 if it skipped the step.
-        skipped = getattr(optimizer, "found_inf", None)
-        if not state.step_fused(weights, moved, *gains, skipped=skipped):
+        if not state.step_fused(weights, moved, *gains, skipped=getattr(optimizer, "found_inf", None)):
             state.step(weights, moved, *gains)
 
     def _group_gradients(self, optimizer: Optimizer) -> list["_GroupGradients"]:

@@ -18,8 +18,7 @@ def split_rhat(draws: Tensor) -> Tensor:
     W is the mean variance within halves of n draws, V̂ = (n − 1)/n W + (variance of their means). Above 1.01 to 1.1 the
     chains have not mixed. Chains that are constant at different values give infinity, at the same value 1.
     """
-    halves = _halves(draws)
-    within, total = _variances(halves)
+    within, total = _variances(_halves(draws))
     return torch.where(total == within, 1.0, total / within).sqrt()
 
 
@@ -33,8 +32,7 @@ def effective_sample_size(draws: Tensor) -> Tensor:
     halves = _halves(draws)
     chains, n = halves.shape[:2]
     within, total = _variances(halves)
-    centred = halves - halves.mean(1, keepdim=True)
-    spectrum = torch.fft.rfft(centred, n=2 * n, dim=1)
+    spectrum = torch.fft.rfft(halves - halves.mean(1, keepdim=True), n=2 * n, dim=1)
     covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=1)[:, :n] / n  # (M, n, …)
     rho = 1 - (within - covariance.mean(0) * n / (n - 1)) / total  # (n, …)
     rho[0] = 1.0

@@ -38,8 +38,7 @@ def max_probability_score(log_probabilities: Tensor) -> Tensor:
 def entropy_score(log_probabilities: Tensor) -> Tensor:
     """Entropy −Σ_c p_c log p_c in nats, (N,) or (N, H, W) in float64, of log-probabilities (N, C) or (N, C, H, W)."""
     shape = log_probabilities.shape
-    rows = distributions(log_probabilities, class_axis=1, log=True)
-    surprise, others = _surprise(rows)
+    surprise, others = _surprise(distributions(log_probabilities, class_axis=1, log=True))
     entropy: Tensor = torch.special.entr(others.double().exp()).sum(1) + surprise * (-surprise).exp()
     return entropy.reshape(shape[0], *shape[2:])
 

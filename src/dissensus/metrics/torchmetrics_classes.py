@@ -66,8 +66,6 @@ class _Sums(Metric):
 
 
 class _Mean(NamedTuple):
-    """Sum and number of per-example values."""
-
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # tuple.count goes
 
@@ -95,8 +93,6 @@ def _mean_update(values: Callable[..., Tensor]) -> Callable[..., None]:
 
 
 class _MeanOfValues(_Sums, number=_Mean.mean):
-    """Base: mean of per-example values."""
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(_Mean(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)), **kwargs)
         self._keep_apart()
@@ -177,8 +173,6 @@ class MIoU(_LabelledCounts, number=streaming.ConfusionCounts.miou, higher_is_bet
 
 
 class _Ranking(_Sums):
-    """Base: a histogram of scores."""
-
     def __init__(self, *, bits: int = 18, **kwargs: Any) -> None:
         super().__init__(streaming.ScoreHistogram.empty(bits), **kwargs)
 

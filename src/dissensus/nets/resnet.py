@@ -133,8 +133,7 @@ class WideResNet(nn.Module):
         previous = 16
         for stage, units in enumerate((16 * width, 32 * width, 64 * width)):
             for block in range((depth - 4) // 6):
-                stride = 2 if stage and block == 0 else 1
-                blocks.append(WideBlock(previous, units, stride, dropout=dropout))
+                blocks.append(WideBlock(previous, units, 2 if stage and block == 0 else 1, dropout=dropout))
                 previous = units
         self.blocks = nn.Sequential(*blocks)
         self.bn = nn.BatchNorm2d(previous)

@@ -23,8 +23,7 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
     """Name -> (*S, *shape) views of flat (*S, P), in the dtype of the tensors in `like`."""
-    sizes = [tensor.numel() for tensor in like.values()]
-    parts = torch.split(flat, sizes, dim=-1)
+    parts = torch.split(flat, [tensor.numel() for tensor in like.values()], dim=-1)
     pairs = zip(like.items(), parts, strict=True)
     return {name: part.reshape(*flat.shape[:-1], *t.shape).to(t.dtype) for (name, t), part in pairs}
 

@@ -116,9 +116,11 @@ def pca_lengthscales(
     if rank is not None:
         integer("rank", rank, hint="None chooses one")
     integer("passes", passes, hint="3 are enough")
-    readable_once = isinstance(inputs, Iterator)
-    first, rows = _peek(inputs)
-    dimension = first.shape[1]
+    readable_once, batches = isinstance(inputs, Iterator), _flat_batches(inputs)
+    first = next(batches, None)
+    if first is None or first.numel() == 0:
+        raise ValueError("expected training inputs, got none; pass data (a generator can be read only once)")
+    rows, dimension = itertools.chain([first], batches), first.shape[1]
     exact = dimension <= LARGEST_EXACT
     kept = min(rank or (dimension if exact else 512), dimension)
     if exact:
@@ -223,12 +225,3 @@ def check_finite_rows(rows: Tensor, before: int = 0, what: str = "inputs", where
         at = f"row {before + row}, column {column}{where}{f' and {more} more' if more else ''}"
         got = f"{float(rows[row, column])} in {at}"
         raise ValueError(f"expected finite {what}, got {got}; remove such rows, or fill in the missing values")
-
-
-def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:
-    """(the first batch, all batches with the first one in its place)."""
-    rows = _flat_batches(inputs)
-    first = next(rows, None)
-    if first is None or first.numel() == 0:
-        raise ValueError("expected training inputs, got none; pass data (a generator can be read only once)")
-    return first, itertools.chain([first], rows)

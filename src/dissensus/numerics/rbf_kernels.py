@@ -82,8 +82,7 @@ def input_gradient_log_density(
     "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
     `weight`: (B,) weights of the examples in the mean over b.
     """
-    unit = directions(to_kernel_precision(gradients))
-    points, floor = _scale_directions(unit, lengthscales)
+    points, floor = _scale_directions(directions(to_kernel_precision(gradients)), lengthscales)
     found = batch_log_density(points, bandwidth, weight, floor=floor)
     return found.to(torch.promote_types(gradients.dtype, torch.float32))
 

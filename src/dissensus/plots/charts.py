@@ -452,7 +452,6 @@ def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
 
 
 def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figure, list[Any]]:
-    """A labelled figure with `count` axes in rows of nearly equal length, all on the same scales."""
     rows = math.ceil(count / COLUMNS)
     columns = math.ceil(count / rows)
     width = max(2.3 * columns, 4.6)

@@ -34,8 +34,7 @@ def predictive_figure(predictive: Any, x: Any, seen: Any, classes: Sequence[str]
         if values is not None and len(values) != len(mean):
             raise ValueError(f"expected the {len(mean)} {name} of the prediction, got {len(values)}; pass the same x")
     if classed and mean.ndim > 2:
-        spread = _array(predictive.epistemic)
-        return segmentation_figure(inputs, mean, spread, classes=classes, truth=truth)
+        return segmentation_figure(inputs, mean, _array(predictive.epistemic), classes=classes, truth=truth)
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
         total = _array(predictive.total).reshape(len(mean), -1).sum(1)
         nats = classed or predictive.kind == "multilabel"

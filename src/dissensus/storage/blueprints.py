@@ -145,7 +145,6 @@ def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, fore
 
 
 def _shape_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes) -> Iterator[str]:
-    """Disagreements between shapes that arguments describe and those of the tensors."""
     points = arguments.get("repel_at")
     described = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points, dict) and "tensors" in points:

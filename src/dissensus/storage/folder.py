@@ -92,6 +92,7 @@ def save(
         # The method that has cut the watched network.
         cutter = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
+    strides = {name: strides_for_copy(tensor) for name, tensor in tensors.items()}  # files store tensors as contiguous
     known, meaning = type(network) in NETS.values(), _likelihood_arguments(posterior, targets, unit)
     name, built = (type(network).__name__, network.config) if known else (None, None)
     config = {
@@ -103,7 +104,9 @@ def save(
         "network": {"structure": layer_lines(network), **posterior.initial_network, "name": name, "arguments": built}
         | ({"cut": True} if has_converted_layers(posterior) else {}),
         "tied": ties,
-        "strides": strides_of(tensors),
+        "strides": {
+            name: list(each) for name, each in strides.items() if each != contiguous_strides(tensors[name].shape)
+        },
         "kept": describe_modes(posterior),
         **describe_fitted(posterior),
         **describe_transforms(posterior, inputs, classes),
@@ -201,8 +204,7 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
             got = f"{type(tensor).__name__} in '{name}'"
             raise TypeError(f"expected only tensors in the state_dict, got {got}; remove it from the state")
         found = gather_full_tensor(tensor.detach())  # by all processes, where they have parts of it
-        key = memory_place(tensor) if tensor.numel() else (name,)
-        source = first.setdefault(key, name)
+        source = first.setdefault(memory_place(tensor) if tensor.numel() else (name,), name)
         if source == name:
             tensors[name] = found.cpu()
         else:
@@ -237,12 +239,6 @@ def add_base(config: Mapping[str, Any], tensors: dict[str, Tensor], network: nn.
         what = f"the base that the file leaves out, with checksum {omitted[CHECKSUM]}"
         raise ValueError(f"expected {what}, got {found}; pass the network or the base that it was saved with")
     return {**tensors, **{f"{SHARED}{PREFIX}{name}": tensor for name, tensor in base.items()}}
-
-
-def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Name -> strides of the tensors that are not contiguous; files store all tensors as contiguous."""
-    kept = {name: strides_for_copy(tensor) for name, tensor in tensors.items()}
-    return {name: list(strides) for name, strides in kept.items() if strides != contiguous_strides(tensors[name].shape)}
 
 
 def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sequence[int]]:
@@ -290,8 +286,7 @@ def restore_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
     """Restores what `describe_transforms` saved."""
     posterior._known.largest = float(config.get("largest_input", -math.inf))
     if (saved := config.get("inputs")) is not None:
-        kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
-        posterior.inputs = kind(**saved["arguments"])
+        posterior.inputs = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)](**saved["arguments"])
     posterior.classes = None if (names := config.get("classes")) is None else tuple(names)
 
 

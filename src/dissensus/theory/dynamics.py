@@ -36,8 +36,7 @@ class FactorisedKernel:
     def apply_to_residual(self, residual: Tensor, times: Tensor, rate: float, descent: Descent) -> Tensor:
         """(T, n, …) A(t) times the residual (B, …), without forming A."""
         parts = torch.tensordot(self.eigenvectors.T, residual, 1)  # (B, …)
-        gains = self._gains(times, rate, descent)
-        return torch.einsum("nk,tk,k...->tn...", self._towards, gains, parts)
+        return torch.einsum("nk,tk,k...->tn...", self._towards, self._gains(times, rate, descent), parts)
 
     def _gains(self, times: Tensor, rate: float, descent: Descent) -> Tensor:
         """(T, B) (1 − remaining share at t)/λ; ηt/B at λ = 0."""
@@ -193,8 +192,7 @@ class EnsembleDynamics:
         apart = [k.gp_same - k.gp_cross for k in self._kernels]
         variance = _trained_variance(self._mean.response_matrix(when, learning_rate, descent), *centre)
         response = self._difference.response_matrix(when, learning_rate, descent)
-        spread = (1 - 1 / count) * _trained_variance(response, *apart)
-        return EnsembleLaw(mean, variance, spread)
+        return EnsembleLaw(mean, variance, (1 - 1 / count) * _trained_variance(response, *apart))
 
 
 def ensemble_dynamics(

@@ -72,8 +72,7 @@ def contraction(
 
 def output_gradients(function: OneInput, params: Params, x: Tensor) -> list[Tensor]:
     """(N, O, P_k) gradients of every output for every input, one tensor per parameter."""
-    found = vmap(jacrev(function), (None, 0))(params, x)
-    return [each.flatten(2) for each in found.values()]
+    return [each.flatten(2) for each in vmap(jacrev(function), (None, 0))(params, x).values()]
 
 
 def gradients_one_by_one(network: nn.Module, x: Tensor) -> list[Tensor]:
@@ -365,12 +364,10 @@ def ensemble_blocks(
     constant = [{name: tensor[m].detach() for name, tensor in (fixed or {}).items()} for m in range(members)]
     with torch.no_grad():
         outputs = function({**weights, **each[0], **constant[0]}, x1[:1]).numel()
-    some = next(iter(weights.values()))
-    size = some.element_size()
+    size = next(iter(weights.values())).element_size()
     count = sum(p.numel() for p in weights.values()) + sum(p.numel() for p in each[0].values())
     row = 3 * outputs * count * size
-    sides = 1 if x2 is None else 2
-    needed = members * sides * max(len(x1), len(second)) * row
+    needed = members * (1 if x2 is None else 2) * max(len(x1), len(second)) * row
     result = (members + 1) * members * len(x1) * len(second) * outputs**2 * size
     check_budget(needed + result, memory, "gradients of all members and their kernel", "pass fewer inputs at a time")
 

@@ -268,7 +268,6 @@ def _own_variances(steps: list[nn.Module], x: Tensor, law: _WeightLaw, layout: P
 
 
 def _output_moments(units: UnitMoments) -> UnitMoments:
-    """The outputs' moments."""
     if not units.gaussian:
         raise ValueError("expected a network that ends in Linear or Conv2d, got another last layer; add a Linear")
     units = flat_mean(units) if units.flattened else units
@@ -293,7 +292,6 @@ def _check_described(network: nn.Module) -> None:
 
 
 def _layers_in_order(network: nn.Module) -> Iterator[nn.Module]:
-    """The network's layers in order, nested sequences opened."""
     if isinstance(network, MLP):
         yield nn.Flatten()
         network = network.layers
@@ -469,8 +467,7 @@ def gp_predict(
     targets = (y if y.ndim == 2 else y[:, None]).to(torch.float64)
     train, towards, own = kernel(x, None), kernel(points, x), kernel(points, None)
     solved, cross = (train.nngp, towards.nngp) if kind == "nngp" else (train.ntk, towards.ntk)
-    factor = _cholesky(solved, noise**2 + jitter)
-    answers = torch.cholesky_solve(cross.T, factor).T  # A (n, B)
+    answers = torch.cholesky_solve(cross.T, _cholesky(solved, noise**2 + jitter)).T  # A (n, B)
     mean = answers @ targets
     variance = own.nngp.diagonal() - (answers * towards.nngp).sum(1)
     if kind == "ntk":

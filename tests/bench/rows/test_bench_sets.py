@@ -92,8 +92,7 @@ def test_the_gap_of_the_regression_is_between_its_clusters():
     x, y, _ = SHIFTED["gap"](None, noise=0.25)
     assert float(x.min()) >= 2.5
     assert float(x.max()) <= 4.5
-    noise = (y - x * x.sin()).std()
-    assert float(noise) == pytest.approx(0.25, abs=4 * 0.25 / 400**0.5)
+    assert float((y - x * x.sin()).std()) == pytest.approx(0.25, abs=4 * 0.25 / 400**0.5)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -151,8 +150,7 @@ def test_data_are_read_again_only_where_settings_differ():
     first, second = {"name": "cubic", "draw": 0}, {"name": "cubic", "draw": 1}
     kept = load(dict(first))
     assert load(dict(first)) is kept
-    other = load(second)
-    assert not torch.equal(other.train.x, kept.train.x)
+    assert not torch.equal(load(second).train.x, kept.train.x)
     assert torch.equal(load(first).train.x, kept.train.x)
 
 

@@ -122,14 +122,9 @@ def test_two_commands_in_one_folder_train_every_run_once(tmp_path):
     asked = ["bench", "moons", "--size", "smoke", "--seeds", "3", "--out", "shared"]
     environment = {**os.environ, "PYTHONPATH": str(Path(ds.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     call = [sys.executable, "-m", "dissensus", *asked]
-    settings = {
-        "cwd": tmp_path,
-        "env": environment,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    said = [each.communicate(timeout=300)[0] for each in [subprocess.Popen(call, **settings) for _ in range(2)]]
+    settings = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    both = [subprocess.Popen(call, **settings, text=True) for _ in range(2)]
+    said = [each.communicate(timeout=300)[0] for each in both]
     trained = [re.findall(r"\] (\w+, seed \d): training", text) for text in said]
     every = [f"{method}, seed {seed}" for method in ("deep_ensemble", "map", "mc_dropout") for seed in range(3)]
     assert sorted([*trained[0], *trained[1]]) == every
@@ -155,12 +150,8 @@ def test_a_run_measures_what_evaluate_measures(benched):
     folder, _, _ = benched
     run = Run.open(folder / "deep_ensemble-seed0")
     stored = read_evaluation(run.folder)
-    direct = evaluate(
-        ds.load(run.folder / "posterior"),
-        run.loader(run.data.test),
-        ood={"far_ring": run.loader(run.data.ood["far_ring"])},
-        score="entropy",
-    )
+    loaders = run.loader(run.data.test), {"far_ring": run.loader(run.data.ood["far_ring"])}
+    direct = evaluate(ds.load(run.folder / "posterior"), loaders[0], ood=loaders[1], score="entropy")
     timed = {"cost/train_seconds", "cost/predict_ms"}
     more = stored.metrics.keys() - direct.metrics.keys()
     assert {name for name in more if not name.startswith("region/")} == {"cost/train_seconds"}
@@ -175,8 +166,7 @@ def test_seeds_differ_and_repeat(benched, tmp_path):
     folder, _, _ = benched
     first, second = (read_evaluation(folder / f"map-seed{i}").metrics["nll"] for i in (0, 1))
     assert first != second
-    again = trained(moons(folder=tmp_path / "again", seed=1))
-    assert again.evaluate().metrics["nll"] == second
+    assert trained(moons(folder=tmp_path / "again", seed=1)).evaluate().metrics["nll"] == second
 
 
 def test_what_is_done_is_not_done_again(benched, monkeypatch):
@@ -248,13 +238,11 @@ def test_the_precision_of_predictions_belongs_to_the_run(tmp_path):
     assert [each.notes.get("precision") for each in stored] == [None, "bf16"]
     assert Run.open(half.folder).config.precision == "bf16"
     refuses(lambda: moons(folder=half.folder).begin(), r"evaluation\.precision")
-    with pytest.raises(
-        ValueError, match=r'evaluation.precision of float32, bf16, got .float16.; half precision is "bf16"'
-    ):
-        moons("map", "evaluation.precision=float16", folder=tmp_path / "third")
+    told = r'evaluation.precision of float32, bf16, got .float16.; half precision is "bf16"'
+    refuses(lambda: moons("map", "evaluation.precision=float16", folder=tmp_path / "third"), told)
     calibrated = ("evaluation.precision=bf16", "calibration.method=temperature", "data.calibration=20")
-    with pytest.raises(ValueError, match=r"expected float32 predictions for \[calibration\]"):
-        moons("map", *calibrated, folder=tmp_path / "fourth").begin()
+    run = moons("map", *calibrated, folder=tmp_path / "fourth")
+    refuses(run.begin, r"expected float32 predictions for \[calibration\]")
 
 
 def test_a_regression_runs_too(tmp_path):
@@ -287,12 +275,6 @@ def test_each_seed_has_its_own_split_and_metrics_are_in_original_units(tmp_path,
         assert evaluation.metrics["rmse"] == pytest.approx(float((mean - data.test.y).square().mean().sqrt()), rel=1e-6)
         assert evaluation.metrics["rmse"] < 30  # the noise of the targets has deviation 20, the targets themselves 36
         assert torch.equal(evaluation.arrays["test/target"], data.test.y)
-
-
-def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):
-    moons(folder=tmp_path / "run").begin()
-    with pytest.raises(ValueError, match=r"training\.epochs = 9, got one with 3; choose another --out"):
-        moons("map", "training.epochs=9", folder=tmp_path / "run").begin()
 
 
 @pytest.mark.parametrize(("file", "message"), [
@@ -330,8 +312,8 @@ def test_settings_are_checked_before_anything_is_trained(tmp_path):
         with pytest.raises(ValueError, match=message):
             jobs.bench(task, out=tmp_path)
     assert not list(tmp_path.glob("*/training.json"))
-    with pytest.raises(ValueError, match=r"expected no training.patience for swag, which collects a trajectory"):
-        moons("swag", "training.patience=2", folder=tmp_path / "swag").begin()
+    patient = moons("swag", "training.patience=2", folder=tmp_path / "swag")
+    refuses(patient.begin, "expected no training.patience for swag, which collects a trajectory")
 
 
 def test_other_wrong_uses_are_one_clear_error(tmp_path):
@@ -339,16 +321,16 @@ def test_other_wrong_uses_are_one_clear_error(tmp_path):
     run = moons(folder=tmp_path / "run")
     run.begin()
     refuses(lambda: run.evaluate(), "expected a trained run", FileNotFoundError)
+    other = moons("map", "training.epochs=9", folder=tmp_path / "run")
+    refuses(other.begin, r"training\.epochs = 9, got one with 3; choose another --out")
     refuses(lambda: jobs.report_runs([tmp_path / "run"], tmp_path), "dissensus evaluate", FileNotFoundError)
     refuses(lambda: jobs.report_runs([tmp_path / "nothing"], tmp_path), "expected a run folder", FileNotFoundError)
-    with pytest.raises(ValueError, match="expected --seeds of at least 1, got 0"):
-        jobs.bench(load_task("moons", size="smoke"), out=tmp_path, seeds=0)
-    refuses(lambda: jobs.bench(load_task("moons", size="smoke"), out=tmp_path, methods=["mapp"]), "did you mean 'map'")
-    taken = tmp_path / "file"
+    task, taken = load_task("moons", size="smoke"), tmp_path / "file"
+    refuses(lambda: jobs.bench(task, out=tmp_path, seeds=0), "expected --seeds of at least 1, got 0")
+    refuses(lambda: jobs.bench(task, out=tmp_path, methods=["mapp"]), "did you mean 'map'")
     taken.write_text("")
-    for out in (taken, taken / "below"):
-        with pytest.raises(OSError, match="expected a folder to write to"):
-            jobs.bench(load_task("moons", size="smoke"), out=out)
+    refuses(lambda: jobs.bench(task, out=taken), "expected a folder to write to", OSError)
+    refuses(lambda: jobs.bench(task, out=taken / "below"), "expected a folder to write to", OSError)
 
 
 def test_runs_of_two_tasks_make_two_reports(tmp_path):
@@ -367,26 +349,18 @@ def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_sett
     refuses(lambda: jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs"), "expected")
     assert not list((tmp_path / "runs").iterdir())
     jobs.bench(load_task("moons", size="smoke"), methods=["map"], out=tmp_path / "runs")
-    with pytest.raises(ValueError, match=r"to hold a run with network.outputs = 1, got one without it; choose"):
-        jobs.bench(wrong, methods=["map"], out=tmp_path / "runs")
-    assert (tmp_path / "runs" / "map-seed0" / "metrics.json").is_file()
-
-
-def test_a_folder_with_more_than_settings_is_never_withdrawn(tmp_path):
-    for name in ("config.toml", "log.jsonl"):
-        (tmp_path / name).write_text("")
-    remove_unused_run(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "log.jsonl"]
+    told = r"to hold a run with network.outputs = 1, got one without it; choose"
+    refuses(lambda: jobs.bench(wrong, methods=["map"], out=tmp_path / "runs"), told)
+    run = tmp_path / "runs" / "map-seed0"
+    remove_unused_run(run)  # which it is not: it holds more than settings
+    assert (run / "metrics.json").is_file()
 
 
 def test_a_run_that_is_reported_twice_is_named_and_leaves_no_folder(benched, tmp_path):
     run = benched[0] / "map-seed0"
     shutil.copytree(run, tmp_path / "again" / "map-seed0")
-    with pytest.raises(
-        ValueError, match=r"got map with seed 0 in .*map-seed0 and in .*again/map-seed0; name one"
-    ) as error:
-        jobs.report_runs([run, tmp_path / "again"], tmp_path / "out")
-    assert str(run) in str(error.value)
+    told = rf"got map with seed 0 in {run} and in .*again/map-seed0; name one"
+    refuses(lambda: jobs.report_runs([run, tmp_path / "again"], tmp_path / "out"), told)
     assert not (tmp_path / "out").exists()
 
 
@@ -425,10 +399,8 @@ def built(config):
 def test_methods_of_one_network_or_many_count_networks_and_ensembles_count_members():
     one_or_many = {"map", "mc_dropout", "tradi", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble"}
     assert {*COUNTED} == one_or_many | {"laplace", "node_bnn", "rank_one_bnn", "mean_field_vi", "sghmc", "hmc"}
-    assert {name for name, method in METHODS.items() if count_setting(method) is None} == {
-        "batch_ensemble",
-        "dropout_ensemble",
-    }
+    none = {name for name, method in METHODS.items() if count_setting(method) is None}
+    assert none == {"batch_ensemble", "dropout_ensemble"}
     assert all(("networks" in known(f"method.{name}")) == (name in COUNTED) for name in METHODS)
 
 
@@ -463,18 +435,19 @@ def test_a_bench_of_several_networks_predicts_with_all_of_their_samples(tmp_path
     assert json.loads((run.folder / "training.json").read_text())["epochs"] == config.training["epochs"]
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_fewer_than_one_network_is_an_error_before_anything_is_written(count):
-    with pytest.raises(
-        ValueError, match=f"expected a number of at least 1 for moons: method.swag.networks, got {count}"
-    ):
-        moons_config("swag", f"method.swag.networks={count}")
-
-
-@pytest.mark.parametrize("method", ["deep_ensemble", "batch_ensemble"])
-def test_a_method_that_counts_otherwise_names_its_own_keys(method):
-    with pytest.raises(ValueError, match=rf"a key of \[method.{method}\] of .*members.*got 'method.{method}.networks'"):
-        moons_config(method, f"method.{method}.networks=3")
+def test_a_number_of_networks_that_cannot_be_is_an_error_before_anything_is_written():
+    for count in (0, -1):
+        told = f"expected a number of at least 1 for moons: method.swag.networks, got {count}"
+        with pytest.raises(ValueError, match=told):
+            moons_config("swag", f"method.swag.networks={count}")
+    for method in ("deep_ensemble", "batch_ensemble"):  # which count otherwise
+        told = rf"a key of \[method.{method}\] of .*members.*got 'method.{method}.networks'"
+        with pytest.raises(ValueError, match=told):
+            moons_config(method, f"method.{method}.networks=3")
+    sets = ["network.name=MLP", "network.inputs=2", "network.outputs=2"]
+    told = r"got swag, whose 4 networks would all start equal; .* or networks"
+    refuses(lambda: converted_config("swag", [*sets, "method.networks=4"]), told)
+    assert converted_config("swag", [*sets, "method.networks=1"]).settings == {"networks": 1}
 
 
 def test_several_networks_train_on_their_own():
@@ -482,13 +455,6 @@ def test_several_networks_train_on_their_own():
     assert can_share_training(moons_config("swag", *shared)[1])
     assert can_share_training(moons_config("swag", *shared, "method.swag.networks=1")[1])
     assert not can_share_training(moons_config("swag", *shared, "method.swag.networks=2")[1])
-
-
-def test_several_networks_do_not_start_from_one_file():
-    sets = ["network.name=MLP", "network.inputs=2", "network.outputs=2"]
-    with pytest.raises(ValueError, match=r"got swag, whose 4 networks would all start equal; .* or networks"):
-        converted_config("swag", [*sets, "method.networks=4"])
-    assert converted_config("swag", [*sets, "method.networks=1"]).settings == {"networks": 1}
 
 
 # ------------------------------------------------------------------------------------ how members differ over training
@@ -526,9 +492,10 @@ def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path):
     assert list(read_distances(path.parent)) == [0, 2]
     with path.open("a") as file:
         file.write('{"epochs": 3, "wei')  # cut off in the middle of a line
-    resumed = trained(run(tmp_path / "stopped"))
-    assert read_distances(resumed.folder) == read_distances(whole.folder)
+    assert read_distances(trained(run(tmp_path / "stopped")).folder) == read_distances(whole.folder)
     assert all(json.loads(line) for line in path.read_text().splitlines())
+    path.write_text('{"epochs": 0}\n')
+    refuses(lambda: read_distances(path.parent), r"expected a whole .*distances.jsonl, got a damaged one")
 
 
 def test_watching_does_not_change_the_training(tmp_path):
@@ -545,17 +512,9 @@ def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
     results, _ = jobs.bench(task, methods=["map", "deep_ensemble"], out=tmp_path)
     assert not (tmp_path / "map-seed0" / DISTANCES).exists()
     assert "distances/weight" not in results.methods["map"][0].metrics
-    page = (tmp_path / "report.html").read_text()
-    assert "How members differ, over training" in page
+    assert "How members differ, over training" in (tmp_path / "report.html").read_text()
     text = (tmp_path / "report.md").read_text()
     table = text.split("## How far members are apart")[1].split("##")[0]
     assert "DeepEnsemble" in table
     assert "MAP" not in table
     assert f"{results.methods['deep_ensemble'][0].metrics['distances/weight']:.3f}" in table
-
-
-def test_a_damaged_file_is_one_clear_error(tmp_path):
-    each = trained(run(tmp_path / "one"))
-    (each.folder / DISTANCES).write_text('{"epochs": 0}\n')
-    with pytest.raises(ValueError, match=r"expected a whole .*distances.jsonl, got a damaged one"):
-        read_distances(each.folder)

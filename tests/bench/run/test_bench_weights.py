@@ -22,7 +22,6 @@ from dissensus.bench.run.convert import convert
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import METHODS
-from dissensus.storage import folder
 from refusals import refuses
 
 
@@ -87,10 +86,7 @@ def test_shapes_kinds_and_numbers_that_do_not_fit_are_errors(tmp_path):
     name = next(iter(good))
     for value, message in (
         (torch.zeros(3), f"expected {name} of shape"),
-        (
-            torch.zeros(good[name].shape, dtype=torch.int64),
-            rf"{name} of shape .* and torch.float32 in .*got .* torch.int64",
-        ),
+        (good[name].long(), rf"{name} of shape .* and torch.float32 in .*got .* torch.int64"),
         (torch.full(good[name].shape, torch.nan), f"expected finite numbers in {name}"),
         (torch.full(good[name].shape, 1e300, dtype=torch.float64), f"expected finite numbers in {name}"),
     ):
@@ -120,31 +116,14 @@ def announced(path):
 
 
 @pytest.mark.parametrize(("name", "written", "message"), [
-    (
-        "w.pt",
-        lambda path: torch.save({"net": net().state_dict(), "epoch": 3}, path),
-        r"a state dict of tensors in .* got the entries net, epoch",
-    ),
-    (
-        "w.npz",
-        lambda path: np.savez(path, a=np.array([Bomb()], dtype=object)),
-        r"expected an \.npz file of plain arrays",
-    ),
+    ("w.pt", lambda path: torch.save({"net": {}, "epoch": 3}, path), r"of tensors in .* got the entries net, epoch"),
+    ("w.npz", lambda path: np.savez(path, a=np.array([Bomb()], dtype=object)), r"an \.npz file of plain arrays"),
     ("w.npz", announced, "announces 800,000,000,000 bytes and it has"),
     ("w.h5", lambda path: path.touch(), r"expected weights in a file .pt, .pth, .th, .npz, .safetensors, got"),
 ])  # fmt: skip
 def test_what_is_no_plain_state_dict_is_named_and_takes_no_memory(tmp_path, name, written, message):
     written(tmp_path / name)
     refuses(lambda: load_weights(net(), tmp_path / name), message)
-
-
-@pytest.mark.parametrize("value", [Bomb(), Wide(), {"a": Bomb()}])
-def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_path, capsys, value):
-    torch.save(value, tmp_path / "w.pt")
-    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), REFUSED)
-    (tmp_path / "w.pt").write_bytes(pickle.dumps(value))
-    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), r"expected a whole .pt file")
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -175,10 +154,13 @@ def test_a_wrapper_is_taken_off_once_and_only_where_every_name_has_it(tmp_path, 
     refuses(lambda: load_weights(net(), tmp_path / name), r"with unexpected .*module\.layers\.0\.weight")
 
 
-@pytest.mark.parametrize("value", [Bomb(), Wide(), {"state_dict": {"a": Bomb()}}])
-def test_the_old_form_is_refused_too_where_it_asks_for_more_than_tensors(tmp_path, capsys, value):
-    torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), REFUSED)
+@pytest.mark.parametrize("value", [Bomb(), Wide(), {"a": Bomb()}, {"state_dict": {"a": Bomb()}}])
+def test_a_file_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_path, capsys, value):
+    (tmp_path / "w.pt").write_bytes(pickle.dumps(value))
+    refuses(lambda: load_weights(net(), tmp_path / "w.pt"), r"expected a whole .pt file")
+    for new in (True, False):
+        torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=new)
+        refuses(lambda: load_weights(net(), tmp_path / "w.pt"), REFUSED)
     whole = io.BytesIO()
     torch.save(net().state_dict(), whole)  # the new form behind the old one: torch.load reads what stands first
     (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes() + whole.getvalue())
@@ -203,8 +185,9 @@ def test_every_cut_of_a_file_of_the_old_form_is_one_error(tmp_path):
     whole = (tmp_path / "w.pt").read_bytes()
     for end in (0, 3, 30, 200, len(whole) // 2, len(whole) - 1):
         (tmp_path / "w.pt").write_bytes(whole[:end])
-        with pytest.raises(ValueError, match=r"expected a (whole .pt file|state dict) of plain tensors"):
-            load_weights(net(), tmp_path / "w.pt")
+        refuses(
+            lambda: load_weights(net(), tmp_path / "w.pt"), "expected a (whole .pt file|state dict) of plain tensors"
+        )
 
 
 def test_what_unpacks_to_more_than_the_network_needs_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
@@ -244,9 +227,8 @@ def test_the_folder_of_the_data_comes_before_that_of_the_task(tmp_path):
     assert find_file("w.pt", [first, second]) == first / "w.pt"
     assert find_file(str(second / "w.pt"), [first]) == second / "w.pt"
     for folders, places in (([first, second], ".*data/v.pt or .*task/v.pt"), ([], "v.pt")):
-        with pytest.raises(
-            FileNotFoundError, match=rf"expected network.weights = 'v.pt' at {places}, got nothing there"
-        ):
+        told = rf"expected network.weights = 'v.pt' at {places}, got nothing there"
+        with pytest.raises(FileNotFoundError, match=told):
             find_file("v.pt", folders, "network.weights = ")
 
 
@@ -317,8 +299,7 @@ def test_members_that_would_all_be_the_same_network_are_an_error(tmp_path, task_
 
 def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_file):
     write(task_file.parent / "w.safetensors", net().state_dict())
-    config = run_config(load_task(str(task_file)), "map", 0)
-    run = Run(tmp_path / "run", config, load=DataCache())
+    run = Run(tmp_path / "run", run_config(load_task(str(task_file)), "map", 0), load=DataCache())
     run.begin()
     run.begin()
     write(task_file.parent / "w.safetensors", net().state_dict())
@@ -437,11 +418,7 @@ WRONG = {
     "other method": ("map", [*NET, "method.swag.rank=3"], "expected a setting of the methods that run .map., got"),
     "other section": ("map", [*NET, "training.epochs=3"], "expected a value of network, method, likelihood"),
     "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is an argument"),
-    "needs data": (
-        "map",
-        [*NET, 'method.prior={ empcov = { layer = "layers.0" } }'],
-        "expected settings that need no data",
-    ),
+    "needs data": ("map", [*NET, 'method.prior={ empcov = { layer = "layers.0" } }'], "settings that need no data"),
     "other shapes": ("map", [*NET[:3], "network.hidden=[7]", NET[4]], "expected layers.0.weight of shape"),
     "other layers": ("map", NET[:4], "with unexpected layers.1.weight, layers.1.bias, layers.1.running_mean"),
 }
@@ -471,9 +448,8 @@ def test_a_method_that_needs_a_setting_says_how_to_give_it(weights, tmp_path, mo
 
 
 def test_an_object_that_a_method_needs_is_asked_for_in_the_form_that_works_and_without_a_task(weights, tmp_path):
-    with pytest.raises(
-        ValueError, match="expected the setting modulation of batch_ensemble, got none; pass --set"
-    ) as error:
+    told = "expected the setting modulation of batch_ensemble, got none; pass --set"
+    with pytest.raises(ValueError, match=told) as error:
         convert(weights[0], "batch_ensemble", tmp_path / "out", overrides=NET)
     assert "task" not in str(error.value)
     offered = re.findall(r"--set '(.*?)'", str(error.value))
@@ -501,14 +477,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(weights,
     assert tensors[0] == tensors[1] != tensors[2]
 
 
-def test_missing_and_unexpected_names_are_listed(weights, tmp_path):
-    state = torch.load(weights[0], weights_only=True)
-    state["old.weight"] = state.pop("layers.0.weight")
-    torch.save(state, weights[0])
-    with pytest.raises(ValueError, match=r"a file without layers\.0\.weight and with unexpected old\.weight"):
-        convert(weights[0], "map", tmp_path / "out", overrides=NET)
-
-
 def test_a_folder_with_something_in_it_is_left_alone(weights, tmp_path):
     (tmp_path / "out").mkdir()
     convert(weights[0], "map", tmp_path / "out", overrides=NET)  # an empty one will do
@@ -517,15 +485,6 @@ def test_a_folder_with_something_in_it_is_left_alone(weights, tmp_path):
         with pytest.raises(ValueError, match="expected a folder that is new or empty"):
             convert(weights[0], "laplace", out, overrides=NET)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
-def test_a_disk_that_is_full_leaves_no_part_of_a_posterior(weights, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(folder, "write_atomically", full)
-    refuses(lambda: convert(weights[0], "map", tmp_path / "out", overrides=NET), "no space left on device", OSError)
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path, command_line):
@@ -558,9 +517,8 @@ def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
 def test_the_command_says_what_it_took_off_and_what_is_still_to_be_done(weights, tmp_path, command_line, method, words):
     torch.save(torch.nn.DataParallel(weights[1]).state_dict(), weights[0])
     sets = [part for each in NET for part in ("--set", each)]
-    code, out, said = command_line(
-        "convert", str(weights[0]), "--method", method, *sets, "--out", str(tmp_path / "out")
-    )
+    given = ("--method", method, *sets, "--out", str(tmp_path / "out"))
+    code, out, said = command_line("convert", str(weights[0]), *given)
     assert code == 0
     assert out.strip() == str(tmp_path / "out")
     first, *others = said.splitlines()

@@ -339,8 +339,7 @@ def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message)
 
 def test_repulsion_by_the_number_of_data_is_told_it():
     config = run_config(load_task("forde-variants", size="smoke"), "forde-1_N", 0)
-    made = posterior(config, task_data(config.data))
-    assert made.strength() == 1 / 120
+    assert posterior(config, task_data(config.data)).strength() == 1 / 120
 
 
 def test_repulsion_per_batch_is_told_the_size_of_a_batch():

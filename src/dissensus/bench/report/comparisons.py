@@ -253,7 +253,6 @@ def example_overlap(first: ResampledMeasure, second: ResampledMeasure) -> Overla
 
 
 def _target_overlap(pairs: Sequence[tuple[Tensor, Tensor]]) -> Overlap:
-    """The overlap of pairs of test targets."""
     if all(torch.equal(a, b) for a, b in pairs):
         return "shared"
     same = all(torch.equal(a.flatten().sort().values, b.flatten().sort().values) for a, b in pairs)

@@ -152,8 +152,7 @@ def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made |
         return "Where is it certain?", [("Entropy over the plane, method by method", figure)]
     keys = ("grid/mean", "grid/sd", "grid/members")
     bands = {name: charts.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
-    dots = (seen[:, 0], targets[:, 0])
-    figure = charts.band_figure(positions[:, 0], bands, seen=dots, palette=palette)
+    figure = charts.band_figure(positions[:, 0], bands, seen=(seen[:, 0], targets[:, 0]), palette=palette)
     return "Where is it certain?", [("Predictions along the line, method by method", figure)]
 
 

@@ -85,7 +85,6 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
 def _table_sections(
     results: Results, found: list[Measure], draws: tables.MeasureDraws, against: Family | None, baseline: str
 ) -> list[Section]:
-    """The sections of tables, in order."""
     made = {
         "Results": tables.main_table(results, found, draws),
         f"Differences to {baseline}": against and tables.difference_table(results, found, against, baseline),

@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Callable, Sequence
+from operator import gt
 from statistics import fmean
 
 from dissensus.bench.report.comparisons import ResampledMeasure
 from dissensus.bench.report.measures import region_keys, region_words
 from dissensus.bench.report.results import Results, base_method, mean_over_seeds, sweep_of, sweep_sentence
 from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, without_methods
-from dissensus.evaluation.evaluation import Evaluation
 
-Condition = Callable[[Evaluation, Evaluation], bool]
+Condition = Callable[[float, float], bool]  # of a metric of two methods
 NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
 TWICE = 2.0  # this factor of entropy off the data counts as noticing it
 
@@ -34,18 +34,18 @@ def _focus_sentences(results: Results) -> list[str]:
     for key in region_keys(several[0]):
         region, quantity = region_words(key)
         where, mean = f"{region[0].upper()}{region[1:]}", f"{mean_over_seeds(key, several):.4g}"
-        smaller = _methods_by_seeds(results, focus, others, key, lambda a, b: a.metrics[key] > b.metrics[key])  # noqa: B023
+        smaller = _methods_by_seeds(results, focus, others, key, gt)
         said.append(f"{where}, {focus} has a mean {quantity} of {mean}: larger than that {smaller}.")
     baseline = results.baseline
     off = "region/off_data/entropy"
     if baseline in others and off in several[0].metrics:
         share = mean_over_seeds(off, several) / mean_over_seeds(off, results.methods[baseline])
-        twice = _seed_count_text(results, focus, baseline, lambda a, b: a.metrics[off] >= TWICE * b.metrics[off])
+        twice = _seed_count_text(results, focus, baseline, off, lambda a, b: a >= TWICE * b)
         more = f"{share:.2f} times that of {baseline}; at least twice on {twice}"
         said.append(f"Off the data, {focus}'s entropy is {more}.")
     if "rmse" in several[0].metrics:
-        mean, key, most = f"{mean_over_seeds('rmse', several):.4g}", "rmse", 1 + NEAR
-        near = _methods_by_seeds(results, focus, others, key, lambda a, b: a.metrics[key] <= most * b.metrics[key])
+        mean = f"{mean_over_seeds('rmse', several):.4g}"
+        near = _methods_by_seeds(results, focus, others, "rmse", lambda a, b: a <= (1 + NEAR) * b)
         said.append(f"The RMSE of {focus}'s mean, {mean}, is at most {100 * NEAR:.0f} % above that {near}.")
     return said
 
@@ -55,15 +55,15 @@ def _methods_by_seeds(results: Results, focus: str, others: list[str], key: str,
     groups: dict[str, list[str]] = {}
     for name in others:
         value = f"{name} ({mean_over_seeds(key, results.methods[name]):.4g})"
-        groups.setdefault(_seed_count_text(results, focus, name, holds), []).append(value)
+        groups.setdefault(_seed_count_text(results, focus, name, key, holds), []).append(value)
     ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
     return "; ".join(f"of {' and '.join(groups[seeds])} on {seeds}" for seeds in ordered)
 
 
-def _seed_count_text(results: Results, first: str, second: str, holds: Condition) -> str:
+def _seed_count_text(results: Results, first: str, second: str, key: str, holds: Condition) -> str:
     """ "3 of 5 seeds": how often the condition holds among the seeds that both methods have."""
     mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
-    pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
+    pairs = [(mine[seed].metrics[key], other[seed].metrics[key]) for seed in mine if seed in other]
     return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
 
 

@@ -145,8 +145,7 @@ def write_figures(results: Results, folder: Path) -> list[Path]:
     draws, written = measures_and_draws(results)[1], []
     cost = cost_section(results, draws)
     every = ([cost] if cost else []) + sections(results, recommend(results, draws).featured)
-    shown = [each for section in every for each in section.figures]
-    for i, (name, figure) in enumerate(shown, start=1):
+    for i, (name, figure) in enumerate([each for section in every for each in section.figures], start=1):
         for kind, date in (("pdf", "CreationDate"), ("svg", "Date")):
             buffer, path = io.BytesIO(), folder / f"{i:02}-{slug(name)}.{kind}"
             with matplotlib.rc_context(charts.STYLE | {"svg.hashsalt": path.stem}):

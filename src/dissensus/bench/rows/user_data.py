@@ -227,8 +227,7 @@ def table_rows(
     else:
         held_inputs, held_column = split_off(read_table(asked.path(test_file)), test_file)
         held_y, held_name = targets(test_file, held_column), test_file
-    encoder = TableEncoder.of(inputs, categories=categories)
-    encode = partial(encoder, dtype=torch.float64)
+    encode = partial(TableEncoder.of(inputs, categories=categories), dtype=torch.float64)
     learn = RowConverter(asked.kind, (encode(inputs), y), f"the training rows of {file}", None)
 
     def read(name: str, labelled: bool) -> TaskRows:

@@ -81,8 +81,7 @@ def evaluation_of_run(
     if "implicit" in config.evaluation:
         rows = data.test.sample(config.evaluation.get("implicit_rows", 10), seed=0)
         x, *_ = next(iter(standardised_batches(rows, data.standardiser, batch_size=len(rows.y))))
-        penalty = config.evaluation["implicit"]
-        changes = implicit_changes(posterior, x, data.standardiser, penalty=penalty)
+        changes = implicit_changes(posterior, x, data.standardiser, penalty=config.evaluation["implicit"])
         evaluation = training_watch.with_metrics(evaluation, *changes)
     return training_watch.with_curves(evaluation, folder, data.train)
 

@@ -295,8 +295,7 @@ def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = No
     settings = run.config.calibration | dict(asked)
     check_calibration(settings, run.config.data, run.kind)
     test = run.loader(run.data.test)
-    before = evaluate(run.posterior(), test)
-    return before, evaluate(run.calibrate(settings), test)
+    return evaluate(run.posterior(), test), evaluate(run.calibrate(settings), test)
 
 
 DIVERGED = "diverged.json"  # of a diverged run: the step and the members
