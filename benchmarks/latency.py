@@ -1,4 +1,4 @@
-"""What this library adds on a CPU: predictions of one input, and training steps of one small network; CSV out.
+"""What this library adds on a CPU: predictions of one input, by `predict` and by `predictor()`, and training steps; CSV out.
 
     OMP_NUM_THREADS=1 python benchmarks/latency.py --csv FILE
 
@@ -30,7 +30,9 @@ MEMBERS = 5  # of an ensemble
 SAMPLES = 10  # of MC dropout
 STEPS = 50  # of an epoch
 
-Pair = tuple[Callable[[], object], Callable[[], object]]  # the library's call, and the same by hand
+Call = Callable[[], object]
+Pair = tuple[Call, Call]  # the library's call, and the same by hand
+Ask = Callable[[ds.Posterior, Tensor], Call]  # one of the library's ways to predict
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
@@ -57,32 +59,44 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
 }
 
 
-def of_map(make: Callable[..., nn.Module], x: Tensor) -> Pair:
+def by_predict(posterior: ds.Posterior, x: Tensor) -> Call:
+    return lambda: posterior.predict(x).mean
+
+
+def by_predictor(posterior: ds.Posterior, x: Tensor) -> Call:
+    predictor = posterior.predictor()
+    return lambda: predictor(x)["mean"]
+
+
+def of_map(make: Callable[..., nn.Module], x: Tensor, ask: Ask = by_predict) -> Pair:
     network = make().eval()
-    posterior = ds.MAP(network).eval()
-    return lambda: posterior.predict(x).mean, lambda: network(x).softmax(1)
+    return ask(ds.MAP(network).eval(), x), lambda: network(x).softmax(1)
 
 
-def of_ensemble(make: Callable[..., nn.Module], x: Tensor) -> Pair:
+def of_ensemble(make: Callable[..., nn.Module], x: Tensor, ask: Ask = by_predict) -> Pair:
     networks = [make().eval() for _ in range(MEMBERS)]
-    posterior = ds.DeepEnsemble(networks).eval()
-    return lambda: posterior.predict(x).mean, lambda: torch.stack([each(x).softmax(1) for each in networks]).mean(0)
+    ours = ask(ds.DeepEnsemble(networks).eval(), x)
+    return ours, lambda: torch.stack([each(x).softmax(1) for each in networks]).mean(0)
 
 
-def of_dropout(make: Callable[..., nn.Module], x: Tensor) -> Pair:
+def of_dropout(make: Callable[..., nn.Module], x: Tensor, ask: Ask = by_predict) -> Pair:
     network = make(dropout=0.1).eval()
-    posterior = ds.MCDropout(network, samples=SAMPLES).eval()
+    ours = ask(ds.MCDropout(network, samples=SAMPLES).eval(), x)
     dropped = copy.deepcopy(network)
     for layer in dropped.modules():
         layer.training = isinstance(layer, nn.Dropout | nn.Dropout2d)
     samples = range(SAMPLES)
-    return lambda: posterior.predict(x).mean, lambda: torch.stack([dropped(x).softmax(1) for _ in samples]).mean(0)
+    return ours, lambda: torch.stack([dropped(x).softmax(1) for _ in samples]).mean(0)
 
 
 METHODS: dict[str, Callable[..., Pair]] = {
     "MAP": of_map,
     f"DeepEnsemble, M = {MEMBERS}": of_ensemble,
     f"MCDropout, {SAMPLES} samples": of_dropout,
+}
+ASKED: dict[str, tuple[str, Ask]] = {  # name of the row -> method, and the way to predict
+    **{method: (method, by_predict) for method in METHODS},
+    **{f"{method}, predictor()": (method, by_predictor) for method in list(METHODS)[:2]},
 }
 TRAINED: dict[str, tuple[Callable[[], nn.Module], int, ds.Likelihood, int]] = {
     # network, inputs, likelihood, batch
@@ -106,11 +120,11 @@ def main() -> None:
 
 
 def predictions(calls: int) -> Iterator[dict[str, object]]:
-    """A row for each method and network."""
+    """A row for each network, method and way to predict."""
     for network, (make, shape) in NETWORKS.items():
-        for method, pair in METHODS.items():
+        for name, (method, ask) in ASKED.items():
             torch.manual_seed(0)
-            ours, by_hand = pair(make, torch.randn(1, *shape))
+            ours, by_hand = METHODS[method](make, torch.randn(1, *shape), ask)
             times: tuple[list[float], list[float]] = ([], [])
             with torch.no_grad():
                 for _ in range(20 + calls // (1 if method == "MAP" else 4)):
@@ -118,7 +132,7 @@ def predictions(calls: int) -> Iterator[dict[str, object]]:
                         start = clock()
                         function()
                         into.append(clock() - start)
-            yield row("prediction of one input", method, network, 1, times[0][20:], times[1][20:])
+            yield row("prediction of one input", name, network, 1, times[0][20:], times[1][20:])
 
 
 def training_steps(epochs: int) -> Iterator[dict[str, object]]:

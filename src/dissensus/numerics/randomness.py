@@ -44,10 +44,9 @@ def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 def restore_generators(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    """Puts torch's generators into these states, where they have others."""
+    """Puts torch's generators into these states, that of a GPU only if it has another."""
     host, there = states
-    if not torch.equal(torch.default_generator.get_state(), host):
-        torch.default_generator.set_state(host)
+    torch.default_generator.set_state(host)  # sooner than to compare them
     if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
         torch.cuda.set_rng_state(there, device)
 
