@@ -24,7 +24,7 @@ from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.process_group import world_size
 from dissensus.utils.sharding import is_divided, local_part
-from dissensus.utils.tensor_tree import OwnTensors, Tensors, computed_names, named_tensors
+from dissensus.utils.tensor_tree import Tensors, computed_names, named_tensors
 from dissensus.utils.torch_private import is_inside_ddp
 
 
@@ -155,7 +155,7 @@ def can_train_in_place(posterior: Objective) -> bool:
 def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients by the module's own parameters, so that nothing is put in their place."""
     particles = posterior.particles
-    params = OwnTensors(particles.template)
+    params = particles.runner.own_tensors(particles.template)
     before, wanted = params.buffers, {name: each for name, each in params.items() if each.requires_grad}
 
     def run(*_: Any) -> Gradients:

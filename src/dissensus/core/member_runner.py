@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.tensor_tree import RowCache, Tensors, all_submodules
+from dissensus.utils.tensor_tree import OwnTensorsCache, RowCache, Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
 from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
 
@@ -149,7 +149,7 @@ class Runner:
         self.linear = StackedLinear(template, own=own)
         self.small_products = has_small_products(template)
         self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
-        self.cut = RowCache()
+        self.cut, self.own_tensors = RowCache(), OwnTensorsCache()
         self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
 
     def run_context(self) -> AbstractContextManager[object]:

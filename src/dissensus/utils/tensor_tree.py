@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Self
 
 import torch
@@ -218,6 +218,25 @@ class OwnTensors(Tensors):
         super().__init__()
         self.buffers: Tensors = {}
         _collect(module, self, self.buffers)
+
+
+class OwnTensorsCache(Cache):
+    """`OwnTensors` of a module, collected again only if one of its submodules or of their tensors is another."""
+
+    def __init__(self) -> None:
+        self.submodules = SubmoduleCache()
+        self.parts: list[nn.Module] = []
+        self.registries: list[dict[str, Any]] = []
+        self.known: tuple[list[Any], OwnTensors] | None = None
+
+    def __call__(self, module: nn.Module) -> OwnTensors:
+        if (parts := self.submodules(module)) is not self.parts:
+            self.parts, self.known = parts, None
+            self.registries = [each for part in parts for each in (part._parameters, part._buffers)]
+        now = [*chain.from_iterable(map(dict.values, self.registries))]
+        if self.known is None or len(now) != len(self.known[0]) or not all(map(is_, now, self.known[0])):
+            self.known = now, OwnTensors(module)
+        return self.known[1]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
