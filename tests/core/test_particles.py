@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 import warnings
 from functools import partial
 
@@ -495,3 +496,34 @@ def test_scripted_and_traced_networks_and_parts_say_why_they_do_not_work(kind, p
         with pytest.raises(TypeError, match=told):
             build(net())
     refuses(lambda: ds.DeepEnsemble(net, members=2), told, TypeError)
+
+
+@pytest.mark.parametrize(
+    "net", [tiny.mlp, lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 2), nn.Flatten())]
+)
+def test_a_predictor_runs_members_one_by_one_wherever_its_tensors_are(net):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([net() for _ in range(3)]).eval()
+    x = torch.randn(5, 4)
+    predictor = posterior.predictor()
+    for each in (predictor, copy.deepcopy(predictor), pickle.loads(pickle.dumps(predictor))):
+        torch.testing.assert_close(each(x)["mean"], posterior.predict(x).mean, rtol=0, atol=1e-6)
+    expected = posterior.double().predict(x.double())
+    found = predictor.double()(x.double())
+    torch.testing.assert_close(found["mean"], expected.mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found["epistemic"], expected.epistemic, rtol=0, atol=1e-12)
+    predictor.load_state_dict(
+        {name: torch.zeros_like(each) for name, each in predictor.state_dict().items()}, strict=False
+    )
+    assert not torch.allclose(predictor(x.double())["mean"], expected.mean)
+    x = x.double().requires_grad_()
+    assert torch.autograd.grad(posterior.predictor()(x)["mean"][:, 0].sum(), x)[0].abs().sum() > 0
+
+
+def test_a_network_that_cannot_be_copied_stays_as_it_is_in_a_predictor():
+    posterior = ds.MAP(tiny.mlp()).eval()
+    x, predictor = torch.randn(5, 4), posterior.predictor()
+    particles = predictor.drawn.particles
+    particles.copy_template = lambda index=0: particles.templates[0]
+    torch.testing.assert_close(predictor(x)["mean"], posterior.predict(x).mean, rtol=0, atol=1e-6)
+    assert predictor.separate.known is predictor.drawn

@@ -13,10 +13,14 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.calibrated import Correction
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.member_runner import stack_trees
 from dissensus.core.particles import Member, Particles, member_index, member_subset
 from dissensus.core.predictive import Predictive
+from dissensus.utils.tensor_tree import Cache
+from dissensus.utils.torch_private import is_traced
 
 Found = TypeVar("Found")
+FEW = 8  # members of any kind that are quicker one by one than by vmap, without tensors to put in place
 MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # outputs of a predictor
 
 
@@ -110,6 +114,35 @@ class MemberFunctions(DrawnFunctions):
         return network if self.ordinary is None else self.ordinary(network)
 
 
+class SeparateMembers(MemberFunctions):
+    """Stored members as modules of their own: to run one, no tensor has to be put in place."""
+
+    separate: list[Member]
+
+    def __init__(self, particles: Particles, separate: list[Member]) -> None:
+        super().__init__(particles)
+        vars(self)["separate"] = separate  # registered are the particles, whose tensors they have
+
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self.particles.lock_network(), self.particles.runner.run_context():
+            return stack_trees([function(member, *args) for member in self.separate])
+
+
+class SeparateMembersCache(Cache):
+    """Separate members of drawn functions where these are stored members, and it is quicker to run them one by one."""
+
+    known: DrawnFunctions | None = None
+
+    def __call__(self, drawn: DrawnFunctions) -> DrawnFunctions:
+        if type(drawn) is not MemberFunctions or is_traced():
+            return drawn
+        if self.known is None:
+            few = drawn.particles.how == "loop" or drawn.members <= FEW
+            separate = drawn.particles.separate_members() if few else None
+            self.known = drawn if separate is None else SeparateMembers(drawn.particles, separate)
+        return self.known
+
+
 class Mixture(DrawnFunctions):
     """Several families of functions in a row, such as the functions drawn around each of several networks."""
 
@@ -190,6 +223,7 @@ class Predictor(nn.Module):
     def __init__(self, drawn: DrawnFunctions, lens: Correction) -> None:
         super().__init__()
         self.drawn = copy.deepcopy(drawn).requires_grad_(False)
+        self.separate = SeparateMembersCache()
         self.temperature = lens.temperature
         self.calibration = copy.deepcopy(lens.calibration)
         # Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
@@ -204,7 +238,11 @@ class Predictor(nn.Module):
     def predictive(self, x: Inputs) -> Predictive:
         """The calibrated `Predictive` of these functions for x."""
         lens = Correction(self.temperature, self.calibration)
-        return lens.correct_mixture(lens.correct_members(self.drawn.predict(x)))
+        return lens.correct_mixture(lens.correct_members(self.separate(self.drawn).predict(x)))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self.separate = SeparateMembersCache()  # tensors get other memory
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         predictive = self.predictive(x)

@@ -46,6 +46,7 @@ from dissensus.utils.tensor_tree import (
     TensorPlaces,
     Tensors,
     TensorTree,
+    assign_tensors,
     cache_submodules,
     call_with_tensors,
     named_tensors,
@@ -360,6 +361,17 @@ class Particles(nn.Module):
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares no tensor with this one."""
         return self.copy_part(self.templates[index % len(self.templates)].network, PREFIX, index)
+
+    def separate_members(self) -> list[Member] | None:
+        """The members as modules of their own, for predictions; their tensors are views of these. None: uncopyable."""
+        found = []
+        for i in range(self.members):
+            (params, buffers), made = self.member_tensors(i), self.copy_template(i)
+            if made in self.templates or self.divided:
+                return None
+            assign_tensors(places := TensorPlaces(made), map({**params, **buffers}.__getitem__, places.names))
+            found.append(made)
+        return found
 
     def copy_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
