@@ -264,10 +264,7 @@ def marked(text: str, compared: tuple[Paired, float] | None) -> str:
 
 def bold(against: str, compared: Compared) -> str:
     sure = sum(p < SIGNIFICANT for _, p in compared.values())
-    return (
-        f"Bold: differs from {against} beyond chance, in {sure} of {len(compared)} comparisons (paired by seed, "
-        f"p < {SIGNIFICANT:g} after Holm's adjustment)."
-    )
+    return f"Bold: differs from {against}, {sure} of {len(compared)} comparisons (paired by seed, p < {SIGNIFICANT:g} by Holm)."
 
 
 def difference_sentences(
