@@ -350,11 +350,11 @@ def _difference(pair: Row | None, metric: str) -> str:
 
 
 def tried_table(rows: Sequence[Row]) -> str:
-    """What the recipe was chosen by."""
+    """What the recipe was chosen by: the best five."""
     lines = []
     tries = [row for row in rows if row["network"] == "tried"]
     usual = next((row for row in tries if row["method"].endswith("-recipe")), {})
-    for row in sorted(tries, key=lambda row: float(row["calibration/nll_scaled"])):
+    for row in sorted(tries, key=lambda row: float(row["calibration/nll_scaled"]))[:5]:
         other = [
             f"{key} {row[key]}" for key in ("epochs", *SETTINGS) if row is not usual and row[key] != usual.get(key)
         ]
@@ -362,7 +362,7 @@ def tried_table(rows: Sequence[Row]) -> str:
         keys = ("calibration/nll_scaled", "calibrated/nll")
         lines.append([told, *(f"{float(row[key]):.4f}" for key in keys)])
     heads = ["tried", "NLL at T, held out", "test"]
-    return f"{markdown(heads, lines)}\n\n{provenance(tries)}"
+    return f"{markdown(heads, lines)}\n\n{provenance(tries)[:-2]}; all in `{FILES[0]}`.*"
 
 
 def provenance(rows: Sequence[Row]) -> str:
