@@ -284,7 +284,8 @@ def sentence(pairs: list[Row], columns: dict[str, Column], axes: dict[str, str])
     baseline, count = pairs[0]["baseline"], pairs[0]["comparisons"]
     sure = [row for row in pairs if float(row["p_value"]) < SIGNIFICANT]
     counted = " or ".join(dict.fromkeys(row["counted"] for row in pairs))
-    first = f"Bold: differs from {baseline}, {len(sure)} of {count} comparisons (p < {SIGNIFICANT} by Holm, counting {counted})."
+    how = f"(p < {SIGNIFICANT} by Holm, counting {counted})"
+    first = f"Bold: differs from {baseline}, {len(sure)} of {count} comparisons {how}."
     if not sure:
         least = min(pairs, key=lambda row: float(row["p_value"]))
         column = columns[least["metric"]]
