@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dissensus.core.batch import Batch
 from dissensus.engine.break_even import BreakEven, known_pace, may_pay
+from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import UNMEASURED
 from dissensus.engine.strategies import (
     Plan,
@@ -16,6 +17,8 @@ from dissensus.engine.strategies import (
     plain_plan,
 )  # fmt: skip
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
+
+MANY = 500  # batches for which cuDNN may time its algorithms, where nothing else is timed
 
 
 class AdaptiveStep:
@@ -35,6 +38,8 @@ class AdaptiveStep:
         self.ways: list[tuple[BreakEven, Callable[[Batch, BreakEven], None]]] = []
         if engine != "auto":
             self._use(make_plan(engine, posterior, batch, precision=precision))
+            if count is None or count >= MANY:
+                self.run = self._time_convolutions
             return
         plans, device = posterior.particles.runner.plans, posterior.device
         key = request_key(posterior, batch, precision)
@@ -50,6 +55,12 @@ class AdaptiveStep:
     def __call__(self, batch: Batch) -> Tensor:
         """(M,) losses on the batch; the next call may overwrite them."""
         return self.run(batch)
+
+    def _time_convolutions(self, batch: Batch) -> Tensor:
+        """The first call of a long run whose way was asked for: cuDNN may time its algorithms."""
+        self._find_run()
+        with timed_convolutions(self.eager.posterior.device):
+            return self.run(batch)
 
     def _consider(self, batch: Batch) -> Tensor:
         """A call before all is settled: it is timed, or changes the way."""
