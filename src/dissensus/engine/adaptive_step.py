@@ -27,6 +27,7 @@ class AdaptiveStep:
     `step`: an eager step, whose strategy is set here. `count`: batches to come, None if nobody knows.
     """
 
+    run: Callable[[Batch], Tensor]  # a call: of the step itself once all is settled
     plan: Plan  # in use
     before: Plan  # before the last preparation
 
@@ -103,8 +104,7 @@ class AdaptiveStep:
         self._find_run()
 
     def _find_run(self) -> None:
-        """Sets `run`, which calls the step itself once all is settled."""
-        self.run: Callable[[Batch], Tensor] = self._consider if self.ways else self.captured or self.eager
+        self.run = self._consider if self.ways else self.captured or self.eager
 
     def _release_graphs(self) -> None:
         if self.captured is not None:
