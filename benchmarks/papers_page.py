@@ -154,8 +154,8 @@ def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
 def remarks(task: Task, rows: list[Row], mine: list[Row], verdicts: list[str]) -> list[str]:
     """What stands below a table."""
     chosen = [f"Chosen on the held-out images: {found}."] if (found := chosen_method(task, mine)) else []
-    counts = [f"{verdicts.count(each)} {each}" for each in VERDICTS if each in verdicts]
-    said = [f"Of the published differences: {', '.join(counts)}."] * bool(counts)
+    counts = [f"{each}: {verdicts.count(each)}" for each in VERDICTS if each in verdicts]
+    said = [f"Verdicts on published differences: {', '.join(counts)}."] * bool(counts)
     made = f"{task.settings['reference']['source']}."
     if mine:
         spent = sum(float(row["seconds"]) for row in mine) / 60
