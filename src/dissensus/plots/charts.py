@@ -490,3 +490,21 @@ def implicit_figure(before: Array, after: Array, *, largest: float, title: str) 
                     scale: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
                     grid[2 * i + 1, j].imshow(change, interpolation="none", **scale)
     return figure
+
+
+def image_grid(rows: Sequence[Sequence[tuple[str, Any] | None]], names: Sequence[str] = ()) -> Figure:
+    """Draws images (H, W, 3) with their titles, and nothing for None; names: of the rows."""
+    columns, (height, width) = max(map(len, rows)), next(each[1].shape[:2] for each in rows[0] if each)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.5)), layout="constrained")
+        grid = figure.subplots(len(rows), columns, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for row, shown in zip(grid, rows, strict=True):
+            for axes, each in zip(row, shown, strict=False):
+                if each is not None:
+                    axes.imshow(each[1], interpolation="none")
+                    axes.set_title(each[0], fontsize=8, pad=2)
+        for row, name in zip(grid, names, strict=False):
+            row[0].text(-0.06, 0.5, name, transform=row[0].transAxes, rotation=90, ha="right", va="center")
+    return figure
