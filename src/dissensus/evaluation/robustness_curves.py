@@ -161,7 +161,8 @@ def corrupted_counts(
     if spec.files is not None and seen != (wanted := len(corruptions.read_cifar_c(spec.files, types[0], 1)[1])):
         raise ValueError(f"expected all {wanted:,} test images of {spec.files}, got {seen}; pass them in their order")
     _, example_accuracy, example_nll = torch.cat(means, dim=1)
-    sums = (*_split_sums(table), torch.stack([*_rates(*_split_sums(clean)).values()]))
+    nll, counts, confidence, correct = _split_sums(table)
+    sums = (nll, counts, confidence, correct, torch.stack([*_rates(*_split_sums(clean)).values()]))
     each, promised_tables = torch.cat(examples, dim=-1), guarantee_tables(promises, promised)
     return CorruptedCounts(types, severities, *sums, example_accuracy, example_nll, each, promised_tables)
 

@@ -72,9 +72,10 @@ def scene_figure(image: Array, target: Array, methods: Mapping[str, PixelMaps], 
             first, last = row[0], row[-1] or row[1]
             row += [(f"{name.partition(',')[0]}, enlarged", pixels[window]) for name, pixels in (first, last)]
     figure = image_grid(rows, ["", *map(short_name, methods)])
-    for axes in figure.axes if window else ():
-        if axes.get_title() in ("image", "truth") or axes.get_title().startswith("mutual information, to"):
-            x, y = (np.array([part.start, part.stop]) - 0.5 for part in window[::-1])
+    framed = ("image", "truth", rows[1][2][0])
+    for axes in figure.axes:
+        if window is not None and axes.get_title() in framed:
+            y, x = (np.array([part.start, part.stop]) - 0.5 for part in window)
             axes.fill(x[[0, 1, 1, 0]], y[[0, 0, 1, 1]], fill=False, edgecolor="white", linewidth=0.9)
     add_class_legend(figure, classes, special_labels(target, len(classes)))
     return figure
