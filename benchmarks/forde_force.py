@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from dissensus import Lengthscales
-from dissensus.numerics.rbf_kernels import BANDWIDTHS, Bandwidth, batch_log_density, directions
+from dissensus.numerics.rbf_kernels import BANDWIDTHS, FLOOR, Bandwidth, directions, kernel_exponents
 from dissensus.plots.charts import INK, PALETTE, STYLE
 
 DIMENSIONS = 24
@@ -52,7 +52,12 @@ def unit_vectors(members: int, examples: int, generator: torch.Generator) -> Ten
 def force(s: Tensor, precision: Tensor, bandwidth: Bandwidth) -> Tensor:
     """(M, B, D) −∂r_i/∂s_i, r_i the log density of member i among all, Σ⁻¹ = diag(precision)."""
     scales = Lengthscales(torch.eye(DIMENSIONS, dtype=torch.float64), precision)
-    return -torch.func.grad(lambda s: batch_log_density(scales.scale(s), bandwidth).sum())(s)
+
+    def log_density(s: Tensor) -> Tensor:
+        exponents = kernel_exponents(scales.scale(s), bandwidth, FLOOR)[0]  # (B, M, M)
+        return exponents.transpose(0, 1).flatten(1).logsumexp(1).sum()  # up to the constant log B
+
+    return -torch.func.grad(log_density)(s)
 
 
 def root_mean_square(values: Tensor) -> Tensor:

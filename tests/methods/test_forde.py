@@ -15,7 +15,7 @@ from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT, FoRDE
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
-from dissensus.numerics.rbf_kernels import input_gradient_log_density
+from forde_density import input_gradient_log_density
 from refusals import refuses
 from thinning import thinned
 

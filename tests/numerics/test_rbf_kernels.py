@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dissensus.numerics import lengthscales, rbf_kernels as kernels
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+from forde_density import batch_log_density, input_gradient_log_density
 from refusals import refuses
 
 # Three members, two examples, two dimensions; worked out by hand from the definitions.
@@ -43,7 +44,7 @@ def brute_force(gradients: Tensor, precision: Tensor, bandwidth: str) -> Tensor:
 
 def test_reference_bandwidth_gives_the_worked_values_and_gradients():
     gradients = GRADIENTS.clone().requires_grad_()
-    r = kernels.input_gradient_log_density(gradients)
+    r = input_gradient_log_density(gradients)
     assert r.tolist() == pytest.approx(REFERENCE, abs=5e-7)
     total = r.sum() / 2
     assert float(total.detach()) == pytest.approx(0.484259, abs=5e-7)
@@ -57,15 +58,15 @@ def test_reference_bandwidth_gives_the_worked_values_and_gradients():
 
 
 def test_sample_bandwidth_gives_the_worked_values():
-    r = kernels.input_gradient_log_density(GRADIENTS, bandwidth="sample")
+    r = input_gradient_log_density(GRADIENTS, bandwidth="sample")
     assert r.tolist() == pytest.approx([0.166616, 0.165922, 0.288309], abs=5e-7)
     assert float(r.sum() / 2) == pytest.approx(0.310424, abs=5e-7)
 
 
 def test_lengthscales_give_the_worked_values():
-    r = kernels.input_gradient_log_density(GRADIENTS, ROTATED)
+    r = input_gradient_log_density(GRADIENTS, ROTATED)
     assert r.tolist() == pytest.approx([0.510826, 0.277168, 0.306725], abs=5e-7)
-    r = kernels.input_gradient_log_density(GRADIENTS, ROTATED, "sample")
+    r = input_gradient_log_density(GRADIENTS, ROTATED, "sample")
     assert r.tolist() == pytest.approx([0.310791, 0.175348, 0.201149], abs=5e-7)
 
 
@@ -76,31 +77,31 @@ def test_every_bandwidth_equals_brute_force(bandwidth, members):
     vectors = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
     scales = Lengthscales(vectors, torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64))
     precision = vectors @ torch.diag(scales.precision) @ vectors.T
-    r = kernels.input_gradient_log_density(gradients, scales, bandwidth)
+    r = input_gradient_log_density(gradients, scales, bandwidth)
     torch.testing.assert_close(r, brute_force(gradients, precision, bandwidth), rtol=0, atol=1e-10)
-    r = kernels.input_gradient_log_density(gradients, None, bandwidth)
+    r = input_gradient_log_density(gradients, None, bandwidth)
     torch.testing.assert_close(
         r, brute_force(gradients, torch.eye(4, dtype=torch.float64), bandwidth), rtol=0, atol=1e-10
     )
 
 
 def test_the_density_lies_between_zero_and_log_m():
-    r = kernels.input_gradient_log_density(torch.randn(7, 5, 3))
+    r = input_gradient_log_density(torch.randn(7, 5, 3))
     assert bool((r > 0).all())
     assert bool((r < math.log(7)).all())
     equal = torch.randn(1, 5, 3).expand(7, 5, 3)
-    assert kernels.input_gradient_log_density(equal).tolist() == pytest.approx([math.log(7)] * 7)
+    assert input_gradient_log_density(equal).tolist() == pytest.approx([math.log(7)] * 7)
 
 
 def test_two_members_have_a_kernel_of_one_quarter_with_the_reference_bandwidth():
     """The median of {0, q} is q/2, so κ = exp(−2 log 2)."""
-    r = kernels.input_gradient_log_density(torch.randn(2, 4, 3, dtype=torch.float64))
+    r = input_gradient_log_density(torch.randn(2, 4, 3, dtype=torch.float64))
     assert r.tolist() == pytest.approx([math.log(1.25)] * 2, abs=1e-12)
 
 
 def test_one_member_feels_nothing():
     gradients = torch.randn(1, 4, 3, requires_grad=True)
-    r = kernels.input_gradient_log_density(gradients)
+    r = input_gradient_log_density(gradients)
     assert r.tolist() == [0.0]
     assert float(torch.autograd.grad(r.sum(), gradients)[0].abs().max()) == 0.0
 
@@ -108,16 +109,16 @@ def test_one_member_feels_nothing():
 def test_norms_of_gradients_do_not_matter():
     gradients = torch.randn(4, 3, 5, dtype=torch.float64)
     scaled = gradients * torch.rand(4, 3, 1, dtype=torch.float64).add(0.1)
-    expected = kernels.input_gradient_log_density(gradients)
-    torch.testing.assert_close(kernels.input_gradient_log_density(scaled), expected, rtol=0, atol=1e-12)
+    expected = input_gradient_log_density(gradients)
+    torch.testing.assert_close(input_gradient_log_density(scaled), expected, rtol=0, atol=1e-12)
 
 
 def test_the_scale_of_all_lengthscales_does_not_matter():
     gradients = torch.randn(4, 3, 2, dtype=torch.float64)
     larger = Lengthscales(ROTATED.eigenvectors, 100 * ROTATED.precision)
     torch.testing.assert_close(
-        kernels.input_gradient_log_density(gradients, larger),
-        kernels.input_gradient_log_density(gradients, ROTATED),
+        input_gradient_log_density(gradients, larger),
+        input_gradient_log_density(gradients, ROTATED),
         rtol=0,
         atol=1e-12,
     )
@@ -137,7 +138,7 @@ def test_the_unit_of_the_inputs_does_not_matter(bandwidth, rank, spread):
     for scale in (1.0, 1e-5):
         scales = pca_lengthscales(scale * x, rank=rank)
         g = gradients.clone().requires_grad_()
-        r = kernels.input_gradient_log_density(g, scales, bandwidth)
+        r = input_gradient_log_density(g, scales, bandwidth)
         values.append(r.detach())
         slopes.append(torch.autograd.grad(r.sum(), g)[0])
     torch.testing.assert_close(values[1], values[0], rtol=1e-6, atol=0)
@@ -161,7 +162,7 @@ def test_the_force_in_a_dimension_is_proportional_to_its_precision(bandwidth):
     variances = torch.tensor([0.1, 0.5, 1.0, 2.0, 10.0], dtype=torch.float64)
     scales = Lengthscales(torch.eye(5, dtype=torch.float64), 1 / variances)
     s.requires_grad_()
-    (slope,) = torch.autograd.grad(kernels.batch_log_density(scales.scale(s), bandwidth)[0], s)
+    (slope,) = torch.autograd.grad(batch_log_density(scales.scale(s), bandwidth)[0], s)
     distance = (s[0] - s[1]).detach()[0]
     ratio = -slope[0, 0] * variances / distance  # the same number in every dimension
     torch.testing.assert_close(ratio, ratio[0].expand(5), rtol=1e-10, atol=0)
@@ -172,8 +173,8 @@ def test_the_order_of_members_does_not_matter():
     gradients = torch.randn(5, 3, 4, dtype=torch.float64)
     order = torch.tensor([3, 0, 4, 1, 2])
     for bandwidth in kernels.BANDWIDTHS:
-        expected = kernels.input_gradient_log_density(gradients, bandwidth=bandwidth)[order]
-        got = kernels.input_gradient_log_density(gradients[order], bandwidth=bandwidth)
+        expected = input_gradient_log_density(gradients, bandwidth=bandwidth)[order]
+        got = input_gradient_log_density(gradients[order], bandwidth=bandwidth)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
@@ -183,20 +184,20 @@ def test_float32_and_float64_agree_also_for_members_close_together():
         gradients = (base + spread * torch.randn(4, 6, 20, dtype=torch.float64)).float()
 
         def slope(g: Tensor) -> Tensor:
-            return torch.func.grad(lambda g: kernels.input_gradient_log_density(g).sum())(g)
+            return torch.func.grad(lambda g: input_gradient_log_density(g).sum())(g)
 
         single, double = gradients, gradients.double()
         torch.testing.assert_close(slope(single).double(), slope(double), rtol=1e-4, atol=1e-6)
         assert slope(single).dtype == torch.float32
-        r = kernels.input_gradient_log_density(single)
-        torch.testing.assert_close(r.double(), kernels.input_gradient_log_density(double), rtol=1e-4, atol=0)
+        r = input_gradient_log_density(single)
+        torch.testing.assert_close(r.double(), input_gradient_log_density(double), rtol=1e-4, atol=0)
 
 
 def test_autocast_does_not_change_the_kernel():
     gradients = torch.randn(4, 6, 20)
-    expected = kernels.input_gradient_log_density(gradients)
+    expected = input_gradient_log_density(gradients)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(kernels.input_gradient_log_density(gradients), expected)
+        assert torch.equal(input_gradient_log_density(gradients), expected)
         z = torch.randn(5, 300)
         inside = kernels.squared_distances(z)
     assert torch.equal(inside, kernels.squared_distances(z))
@@ -207,7 +208,7 @@ def test_near_equal_members_do_not_explode(distance):
     """Without a floor the force is 1/distance; with one it is at most √(2/(e·floor)) and falls to zero."""
     base = torch.nn.functional.normalize(torch.randn(1, 2, 3, dtype=torch.float64), dim=2)
     s = torch.cat([base, base + distance * torch.tensor([1.0, 0, 0], dtype=torch.float64)]).requires_grad_()
-    (slope,) = torch.autograd.grad(kernels.batch_log_density(s).sum(), s)
+    (slope,) = torch.autograd.grad(batch_log_density(s).sum(), s)
     assert bool(slope.isfinite().all())
     # the largest slope of −log(1 + exp(−d²/h)) is below that of −log exp(−d²/h) at d² = h/2
     assert float(slope.norm(dim=2).max()) < (2 / (math.e * kernels.FLOOR)) ** 0.5
@@ -219,7 +220,7 @@ def test_gradients_that_are_exactly_zero_feel_no_force():
     """As heads initialised at zero give. One zero gradient among others has no direction to turn into either."""
     for gradients in (torch.zeros(3, 2, 4), torch.cat([torch.zeros(1, 2, 4), torch.randn(2, 2, 4)])):
         gradients.requires_grad_()
-        r = kernels.input_gradient_log_density(gradients)
+        r = input_gradient_log_density(gradients)
         (slope,) = torch.autograd.grad(r.sum(), gradients)
         assert bool(r.isfinite().all())
         assert float(slope[0].abs().max()) == 0.0
@@ -229,10 +230,10 @@ def test_gradients_that_are_exactly_zero_feel_no_force():
 def test_a_weight_of_two_is_the_example_twice():
     gradients = torch.randn(3, 4, 5, dtype=torch.float64)
     weight = torch.tensor([1.0, 2.0, 1.0, 0.0], dtype=torch.float64)
-    weighted = kernels.input_gradient_log_density(gradients, weight=weight)
-    repeated = kernels.input_gradient_log_density(gradients[:, [0, 1, 1, 2]])
+    weighted = input_gradient_log_density(gradients, weight=weight)
+    repeated = input_gradient_log_density(gradients[:, [0, 1, 1, 2]])
     torch.testing.assert_close(weighted, repeated, rtol=0, atol=1e-12)
-    assert bool(kernels.input_gradient_log_density(gradients, weight=0 * weight).isfinite().all())
+    assert bool(input_gradient_log_density(gradients, weight=0 * weight).isfinite().all())
 
 
 def test_squared_distances_equal_differences_over_a_tree():
@@ -255,7 +256,7 @@ def test_the_median_is_that_of_numpy(count):
 
 def test_bad_input_is_a_clear_error():
     told = "expected bandwidth of reference, sample, algorithm, got 'median'"
-    refuses(lambda: kernels.input_gradient_log_density(GRADIENTS, bandwidth="median"), told)
+    refuses(lambda: input_gradient_log_density(GRADIENTS, bandwidth="median"), told)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -280,7 +281,7 @@ def test_the_force_is_the_derivative_of_the_log_density(bandwidth, scaled, weigh
     weight = torch.tensor([1.0, 2.0, 0.5, 0.0, 1.0, 3.0]) if weighed else None
 
     def total(gradients):
-        return kernels.input_gradient_log_density(gradients, scales, bandwidth, weight=weight).sum()
+        return input_gradient_log_density(gradients, scales, bandwidth, weight=weight).sum()
 
     wanted = torch.func.grad(total)(g)
     found = kernels.input_gradient_force(g, scales, bandwidth, weight=weight)

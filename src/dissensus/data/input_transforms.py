@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -290,13 +290,9 @@ class TableInputs(InputTransform):
     def transform(self, raw: Tensor) -> Tensor:
         if not self.traceable:
             return raw
-        features = []
-        for values, column in zip(raw.to(torch.float64).unbind(1), self.encoder.columns, strict=True):
-            assert isinstance(column, NumberColumn)
-            missing = values.isnan()
-            scaled = (values - column.mean) / column.std if column.std else torch.zeros_like(values)
-            features += [torch.where(missing, 0.0, scaled), *([missing.to(values.dtype)] if column.missing else [])]
-        return torch.stack(features, 1)
+        columns = cast(tuple[NumberColumn, ...], self.encoder.columns)
+        pairs = zip(columns, raw.to(torch.float64).unbind(1), strict=True)
+        return torch.cat([column.scale(values) for column, values in pairs], 1)
 
     def config(self) -> dict[str, Any]:
         return {"encoder": self.encoder.config()}

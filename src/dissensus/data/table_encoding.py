@@ -47,15 +47,19 @@ class NumberColumn:
     def features(self) -> list[str]:
         return [str(self.name), *([f"{self.name} missing"] if self.missing else [])]
 
-    def encode(self, column: Any) -> tuple[np.ndarray, str]:
+    def scale(self, values: Tensor) -> Tensor:
+        """(N, features) of numbers (N,) in float64; missing ones are NaN."""
+        missing = values.isnan()
+        scaled = (values - self.mean) / self.std if self.std else torch.zeros_like(values)
+        return torch.stack(
+            [torch.where(missing, 0.0, scaled), *([missing.to(values.dtype)] if self.missing else [])], 1
+        )
+
+    def encode(self, column: Any) -> tuple[Tensor, str]:
         """(N, features), and a remark on what training rows did not have."""
-        values = _numbers(self.name, column)
-        unknown = np.isnan(values)
-        scaled = (values - self.mean) / self.std if self.std else np.zeros(len(values))
-        scaled[unknown] = 0.0
-        seen = self.missing or not unknown.any()
-        parts = [scaled, unknown] if self.missing else [scaled]
-        return np.stack(parts, 1), "" if seen else f"{unknown.sum()} missing, taken as the mean {self.mean:g}"
+        values = torch.tensor(_numbers(self.name, column))
+        unknown = 0 if self.missing else int(values.isnan().sum())
+        return self.scale(values), f"{unknown} missing, taken as the mean {self.mean:g}" if unknown else ""
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,16 @@ class CategoryColumn:
         extra = [word for word, there in (("other", self.other), ("missing", self.missing)) if there]
         return [*(f"{self.name}={level}" for level in self.levels), *(f"{self.name} {word}" for word in extra)]
 
-    def encode(self, column: Any) -> tuple[np.ndarray, str]:
+    def encode(self, column: Any) -> tuple[Tensor, str]:
         """(N, features), and a remark on what training rows did not have."""
         place = {level: index for index, level in enumerate(self.levels)}
         nowhere = len(self.features)
         other = len(place) if self.other else nowhere
         missing = nowhere - 1 if self.missing else other
         values = _levels(column)
-        where = np.array([missing if v is None else place.get(v, other) for v in values], dtype=np.int64)
+        where = [missing if v is None else place.get(v, other) for v in values]
         new = [value for value, at in zip(values, where, strict=True) if at == nowhere]
-        hot = np.eye(nowhere + 1)[where, :nowhere]  # unknown levels take the matrix's last row, which is 0
+        hot = torch.eye(nowhere + 1, dtype=torch.float64)[where, :nowhere]  # the last row, of unknown levels, is 0
         shown = ", ".join(dict.fromkeys("missing" if value is None else repr(value) for value in new[:3]))
         return hot, f"{len(new)} of levels absent from the training rows ({shown})" if new else ""
 
@@ -168,7 +172,7 @@ class TableEncoder:
             remarks += [f"{column.name}: {remark}"] if remark else []
         if remarks:
             log.warning("the table has values that the training rows did not have: %s", "; ".join(remarks))
-        encoded = torch.from_numpy(np.concatenate(parts, 1)).to(dtype)
+        encoded = torch.cat(parts, 1).to(dtype)
         if not encoded.isfinite().all():
             at = int((~encoded.isfinite()).any(0).nonzero()[0])
             raise ValueError(f"expected numbers within {dtype}, got larger ones in {self.features[at]}; correct them")

@@ -118,16 +118,11 @@ class CorruptedCounts:
 
     def by_severity(self) -> dict[str, Tensor]:
         """accuracy, nll and ece (S,) of each severity, types pooled."""
-        total = self.counts.sum((0, 2)).double()  # (S,)
-        pooled = (self.counts.sum(0), self.confidence.sum(0), self.correct.sum(0))  # (S, K) each
-        accuracy, nll = self.correct.sum((0, 2)) / total, self.nll.sum(0) / total
-        return {"accuracy": accuracy, "nll": nll, "ece": ece_from_sums(*pooled)}
+        return _rates(*(sums.sum(0) for sums in (self.nll, self.counts, self.confidence, self.correct)))
 
     def by_type_and_severity(self) -> dict[str, Tensor]:
         """accuracy, nll and ece (T, S) of each type at each severity."""
-        total = self.counts.sum(2).double()
-        ece = ece_from_sums(self.counts, self.confidence, self.correct)
-        return {"accuracy": self.correct.sum(2) / total, "nll": self.nll / total, "ece": ece}
+        return _rates(self.nll, self.counts, self.confidence, self.correct)
 
     def arrays(self) -> dict[str, Tensor]:
         return {
@@ -165,13 +160,10 @@ def corrupted_counts(
         raise ValueError("expected images to corrupt, got no batch; pass a loader that can be iterated more than once")
     if spec.files is not None and seen != (wanted := len(corruptions.read_cifar_c(spec.files, types[0], 1)[1])):
         raise ValueError(f"expected all {wanted:,} test images of {spec.files}, got {seen}; pass them in their order")
-    nll, counts, confidence, correct = _split_sums(table)
-    clean_nll, *bins = _split_sums(clean)
-    total = bins[0].sum()
     _, example_accuracy, example_nll = torch.cat(means, dim=1)
-    undamaged = torch.stack([bins[2].sum() / total, clean_nll / total, ece_from_sums(*bins)])
+    nll, counts, confidence, correct = _split_sums(table)
+    sums = (nll, counts, confidence, correct, torch.stack([*_rates(*_split_sums(clean)).values()]))
     each, promised_tables = torch.cat(examples, dim=-1), guarantee_tables(promises, promised)
-    sums = (nll, counts, confidence, correct, undamaged)
     return CorruptedCounts(types, severities, *sums, example_accuracy, example_nll, each, promised_tables)
 
 
@@ -213,6 +205,13 @@ def _corrupt_batch(
 def _split_sums(sums: Tensor) -> list[Tensor]:
     """nll (...), and counts, confidence and correctness (..., K) of the bins, from sums (..., 1 + 3K)."""
     return [each.clone() for each in (sums[..., 0], *sums[..., 1:].reshape(*sums.shape[:-1], 3, BINS).unbind(-2))]
+
+
+def _rates(nll: Tensor, counts: Tensor, confidence: Tensor, correct: Tensor) -> dict[str, Tensor]:
+    """accuracy, nll and ece (...) from sums (...) and (..., K)."""
+    total = counts.sum(-1).double()
+    ece = ece_from_sums(counts, confidence, correct)
+    return {"accuracy": correct.sum(-1) / total, "nll": nll / total, "ece": ece}
 
 
 def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:

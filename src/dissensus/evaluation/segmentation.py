@@ -22,7 +22,7 @@ from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.loader_predictions import Shapes
 from dissensus.likelihoods.tokens import TokenPredictive, token_rows
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
-from dissensus.metrics.classification import bin_sums
+from dissensus.metrics.classification import bin_sums, reliability_from_sums
 from dissensus.metrics.metric_inputs import labelled_rows
 from dissensus.metrics.ranking import RankedCounts, ranked_counts
 
@@ -140,16 +140,12 @@ class PixelSums:
 
     def arrays(self) -> dict[str, Tensor]:
         """Values per image, the reliability bins, risk by coverage and the confusion matrix."""
-        counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
-        edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
+        bins, curve = reliability_from_sums(*self.bins), self.risk.risk_coverage()
         columns = {name: [each[name] for each in self.images] for name in self.images[0]}
         return {
             **{f"test/{name}": torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
-            "reliability/counts": counts,
-            "reliability/confidence": confidence / counts,
-            "reliability/accuracy": correct / counts,
-            "reliability/edges": edges,
-            **{f"risk_coverage/{name}": each.cpu() for name, each in self.risk.risk_coverage()._asdict().items()},
+            **{f"reliability/{name}": each.cpu() for name, each in bins._asdict().items()},
+            **{f"risk_coverage/{name}": each.cpu() for name, each in curve._asdict().items()},
             **({} if self.confusion is None else {"confusion": self.confusion.matrix.cpu()}),
         }
 

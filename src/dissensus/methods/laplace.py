@@ -148,9 +148,7 @@ class Laplace(SamplingPosterior):
         kept = [curvature.precision.clone() for curvature in self._fitted_curvatures()] if self._by_held_out else []
         self._fit_gaussian(loader, self.data_size)  # `fit` has trained on the loader itself
         if kept:
-            for curvature, precision in zip(self._fitted_curvatures(), kept, strict=True):
-                curvature.precision.copy_(precision)
-            self._redraw()
+            self._redraw(kept)
             self._by_held_out = True
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
@@ -167,8 +165,10 @@ class Laplace(SamplingPosterior):
             for curvature in mine:
                 curvature.precision.fill_(found)
 
-    def _redraw(self) -> None:
-        """Replaces the stored draw by one with the present prior precisions."""
+    def _redraw(self, precisions: Sequence[Tensor] = ()) -> None:
+        """Replaces the stored draw by one with these prior precisions, or with the present ones."""
+        for curvature, precision in zip(self._fitted_curvatures(), precisions, strict=False):
+            curvature.precision.copy_(precision)
         assert self.stored is not None  # stored and dropped together with the curvature
         # The network may have been trained since: the new last layers get the earlier layers of the stored draw. Functions
         # drawn before do not change.
@@ -184,19 +184,15 @@ class Laplace(SamplingPosterior):
         """Multiplies the prior precisions by the factor under which held-out rows are likeliest, and draws anew."""
         precisions = [curvature.precision.clone() for curvature in self._fitted_curvatures()]
 
-        def use(factor: float) -> None:
-            for curvature, precision in zip(self._fitted_curvatures(), precisions, strict=True):
-                curvature.precision.copy_(factor * precision)
-            self._redraw()
-
         def score(factor: float) -> float:
-            use(factor)
+            self._redraw([factor * precision for precision in precisions])
             return self._mean_log_prob(self.draw(), map(self.prepare_batch, self.read(held_out, anywhere=True)))
 
         scores = [score(factor) for factor in FACTORS]
         if any(map(math.isnan, scores)):
             raise ValueError("expected held-out rows that count, got none on a later reading; pass a loader with data")
-        use(FACTORS[scores.index(max(scores))])
+        best = FACTORS[scores.index(max(scores))]
+        self._redraw([best * precision for precision in precisions])
 
     def _warn_if_unsure(self, batch: Batch, rows: float) -> None:
         """Warns where the batch, of the training data, is much less likely under the draw than under the network."""

@@ -294,8 +294,12 @@ def reliability_bins(
 
     Arguments as in `ece`.
     """
-    counts, confidence, correct = bin_sums(*_top_class(probabilities, y, ignore_index), bins)
-    edges = torch.arange(bins + 1, dtype=torch.float64, device=counts.device) / bins
+    return reliability_from_sums(*bin_sums(*_top_class(probabilities, y, ignore_index), bins))
+
+
+def reliability_from_sums(counts: Tensor, confidence: Tensor, correct: Tensor) -> ReliabilityBins:
+    """The bins from the results of `bin_sums`."""
+    edges = torch.arange(len(counts) + 1, dtype=torch.float64, device=counts.device) / len(counts)
     return ReliabilityBins(counts, confidence / counts, correct / counts, edges)
 
 

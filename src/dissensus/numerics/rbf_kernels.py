@@ -70,37 +70,25 @@ def rbf(squared: Tensor, bandwidth: Tensor | float) -> Tensor:
     return torch.exp(-squared / (2 * bandwidth))
 
 
-def input_gradient_log_density(
-    gradients: Tensor, lengthscales: Scales = None, bandwidth: Bandwidth = "reference", *, weight: Tensor | None = None
-) -> Tensor:
-    """(M,) r_i = log Σ_j k_ij of input gradients (M, B, D): FoRDE's repulsion before scaling (Trinh et al. 2024, eq. 15).
-
-        s_ib = g_ib / ‖g_ib‖,   k_ij = (1/B) Σ_b exp(−(s_ib − sg[s_jb])ᵀ Σ⁻¹ (s_ib − sg[s_jb]) log M / med)
-
-    Differentiable in the first argument of the kernel only, so that the sum over i gives each member its own force.
-    `bandwidth` chooses the values of the median: "reference" over i for each j and example, as in the authors' code;
-    "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
-    `weight`: (B,) weights of the examples in the mean over b.
-    """
-    points, floor = _scale_directions(directions(to_kernel_precision(gradients)), lengthscales)
-    found = batch_log_density(points, bandwidth, weight, floor=floor)
-    return found.to(torch.promote_types(gradients.dtype, torch.float32))
-
-
 def input_gradient_force(
     gradients: Tensor, lengthscales: Scales = None, bandwidth: Bandwidth = "reference", *, weight: Tensor | None = None
 ) -> Tensor:
-    """(M, B, D) ∂r_i/∂g_ib, the derivative of `input_gradient_log_density`, with arguments as there.
+    """(M, B, D) ∂r_i/∂g_ib, r_i = log Σ_j k_ij: FoRDE's repulsion before scaling (Trinh et al. 2024, eq. 15).
 
+        s_ib = g_ib / ‖g_ib‖,   k_ij = (1/B) Σ_b exp(−(s_ib − sg[s_jb])ᵀ Σ⁻¹ (s_ib − sg[s_jb]) log M / med)
         −2 (1 − s_ib s_ibᵀ) Σ⁻¹ Σ_j q_ijb (s_ib − s_jb) / ‖g_ib‖,   q_ijb = softmax_jb(…) log M / med
 
-    Written out because autograd would keep a dozen tensors of this size.
+    The kernel is differentiated in its first argument only, so that the sum over i gives each member its own force.
+    `bandwidth` chooses the values of the median: "reference" over i for each j and example, as in the authors' code;
+    "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
+    `weight`: (B,) weights of the examples in the mean over b. Written out because autograd would keep a dozen tensors of
+    this size.
     """
     wide = to_kernel_precision(gradients)
     unit = directions(wide)
-    points, floor = _scale_directions(unit, lengthscales)
-    exponent, per_distance, centred = _exponents(points, bandwidth, floor)
-    logits = (exponent + _log_weight(weight, points)).transpose(0, 1)  # (M, B, M)
+    points, floor = scale_directions(unit, lengthscales)
+    exponent, per_distance, centred = kernel_exponents(points, bandwidth, floor)
+    logits = (exponent + log_shares(weight, points)).transpose(0, 1)  # (M, B, M)
     q = logits.flatten(1).softmax(1).view_as(logits).transpose(0, 1) * per_distance  # (B, M_i, M_j)
     # Without the diagonal, which exerts no force and may be much larger than the rest.
     q = q.masked_fill(torch.eye(len(points), dtype=torch.bool, device=q.device), 0.0)
@@ -113,7 +101,7 @@ def input_gradient_force(
     return torch.where(size == 0, 0.0, force).to(torch.promote_types(gradients.dtype, torch.float32))
 
 
-def _scale_directions(unit: Tensor, lengthscales: Scales) -> tuple[Tensor, Tensor | float]:
+def scale_directions(unit: Tensor, lengthscales: Scales) -> tuple[Tensor, Tensor | float]:
     """(directions in the kernel's lengthscales, least squared bandwidth)."""
     if lengthscales is None:
         return unit, FLOOR
@@ -126,15 +114,7 @@ def directions(gradients: Tensor) -> Tensor:
     return torch.where(squared == 0, 0.0, gradients * (squared + EPSILON).rsqrt())  # NaN stays NaN
 
 
-def batch_log_density(
-    s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None, *, floor: Tensor | float = FLOOR
-) -> Tensor:
-    """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: least squared bandwidth."""
-    exponent = _exponents(s, bandwidth, floor)[0] + _log_weight(weight, s)
-    return torch.logsumexp(exponent.transpose(0, 1).flatten(1), dim=1)  # over b and j
-
-
-def _exponents(s: Tensor, bandwidth: Bandwidth, floor: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+def kernel_exponents(s: Tensor, bandwidth: Bandwidth, floor: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     """((B, M_i, M_j) exponents of the kernel, their ratio to −‖s_i − s_j‖², (B, M, D) centred vectors)."""
     one_of("bandwidth", bandwidth, BANDWIDTHS)
     members = len(s)
@@ -152,7 +132,7 @@ def _exponents(s: Tensor, bandwidth: Bandwidth, floor: Tensor | float) -> tuple[
     return -squared * per_distance, per_distance, mine
 
 
-def _log_weight(weight: Tensor | None, s: Tensor) -> Tensor:
+def log_shares(weight: Tensor | None, s: Tensor) -> Tensor:
     """Logarithms of the examples' shares in the mean over b, (B, 1, 1) or ()."""
     if weight is None:
         return torch.full((), -math.log(s.shape[1]), dtype=s.dtype, device=s.device)

@@ -375,7 +375,10 @@ class Band(NamedTuple):
 def band_figure(where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Palette) -> Figure:
     """Draws mean, ±3 standard deviations and some members of every method; where: (n,), seen: data (N,) and (N,)."""
     where, (x, y) = np.asarray(where), (np.asarray(each) for each in seen)
-    low, high = _limits(methods, y)
+    # The vertical axis has the data with a margin, and the means, without outliers.
+    span, means = np.ptp(y), np.concatenate([np.asarray(band.mean) for band in methods.values()])
+    low = max(min(y.min(), np.quantile(means, 0.02)), y.min() - 2 * span) - 0.6 * span
+    high = min(max(y.max(), np.quantile(means, 0.98)), y.max() + 2 * span) + 0.6 * span
     thinner = max(1, len(where) // POINTS)
     with matplotlib.rc_context(STYLE):
         figure, panels = _grid(len(methods), aspect=0.75, xlabel="x", ylabel="y")
@@ -442,15 +445,6 @@ def surface_figure(
     return figure
 
 
-def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
-    """Limits of the vertical axis: the data with a margin, extended for the means, without outliers."""
-    span = np.ptp(y)
-    means = np.concatenate([np.asarray(band.mean) for band in methods.values()])
-    low, high = min(y.min(), np.quantile(means, 0.02)), max(y.max(), np.quantile(means, 0.98))
-    room = 0.6 * span
-    return float(max(low, y.min() - 2 * span) - room), float(min(high, y.max() + 2 * span) + room)
-
-
 def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figure, list[Any]]:
     rows = math.ceil(count / COLUMNS)
     columns = math.ceil(count / rows)
@@ -489,4 +483,22 @@ def implicit_figure(before: Array, after: Array, *, largest: float, title: str) 
                     change = (shown - image).mean(0)  # over channels
                     scale: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
                     grid[2 * i + 1, j].imshow(change, interpolation="none", **scale)
+    return figure
+
+
+def image_grid(rows: Sequence[Sequence[tuple[str, Any] | None]], names: Sequence[str] = ()) -> Figure:
+    """Draws images (H, W, 3) with their titles, and nothing for None; names: of the rows."""
+    columns, (height, width) = max(map(len, rows)), next(each[1].shape[:2] for each in rows[0] if each)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.5)), layout="constrained")
+        grid = figure.subplots(len(rows), columns, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for row, shown in zip(grid, rows, strict=True):
+            for axes, each in zip(row, shown, strict=False):
+                if each is not None:
+                    axes.imshow(each[1], interpolation="none")
+                    axes.set_title(each[0], fontsize=8, pad=2)
+        for row, name in zip(grid, names, strict=False):
+            row[0].text(-0.06, 0.5, name, transform=row[0].transAxes, rotation=90, ha="right", va="center")
     return figure

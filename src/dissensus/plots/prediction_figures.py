@@ -42,7 +42,7 @@ def predictive_figure(predictive: Any, x: Any, seen: Any, classes: Sequence[str]
         return plane_figure(inputs, total if nats else total**0.5, label=label, seen=dots)
     if pictures and inputs is not None:
         parts = mean.argmax(1), mean.max(1), _array(predictive.total), _array(predictive.epistemic)
-        return image_grid(captioned_rows(inputs[:MOST], classes, *parts, truth))
+        return charts.image_grid(captioned_rows(inputs[:MOST], classes, *parts, truth))
     flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)
     if classed or predictive.kind == "multilabel" or flat.reshape(len(mean), -1).shape[1] != 1:
         shape = None if inputs is None else inputs.shape
@@ -158,12 +158,9 @@ def segmentation_figure(
     for i, each in enumerate(probabilities[:MOST]):
         row = [] if images is None else [("image", displayable_image(images[i]))]
         row += [] if truth is None else [("truth", segmentation_maps.class_image(truth[i], count))]
-        confidence = segmentation_maps.heat_image(each.max(0), largest=1.0, colours=segmentation_maps.CONFIDENCE)
-        apart = segmentation_maps.heat_image(epistemic[i], largest=largest, colours=segmentation_maps.EPISTEMIC)
-        row += [("prediction", segmentation_maps.class_image(each.argmax(0), count))]
-        row += [("confidence, 0 % (dark) to 100 %", confidence), (f"mutual information, to {largest:.2g} nats", apart)]
-        rows.append(row)
-    figure = image_grid(rows)
+        maps = segmentation_maps.PixelMaps(each.argmax(0), each.max(0), epistemic[i])
+        rows.append(row + segmentation_maps.map_images(maps, count, largest))
+    figure = charts.image_grid(rows)
     marks = [] if truth is None else segmentation_maps.special_labels(truth[:MOST], count)
     segmentation_maps.add_class_legend(figure, list(classes) or [str(i) for i in range(count)], marks)
     return figure
@@ -178,7 +175,7 @@ def gallery_figure(arrays: Mapping[str, Array], classes: Sequence[str]) -> Figur
         images, index = (_array(arrays[f"examples/{group}/{key}"]) for key in ("inputs", "index"))
         rows += captioned_rows(images, classes, *(_array(numbers[f"test/{key}"])[index] for key in keys))
         names += [name] * (len(rows) - len(names))
-    return image_grid(rows, names)
+    return charts.image_grid(rows, names)
 
 
 def captioned_rows(
@@ -192,23 +189,6 @@ def captioned_rows(
         lines += [f"epistemic {epistemic[i]:.3f} of {total[i]:.3f} nats"]
         shown.append(("\n".join(lines), displayable_image(image)))
     return [shown[i : i + 4] for i in range(0, len(shown), 4)]
-
-
-def image_grid(rows: Sequence[Sequence[tuple[str, Any]]], names: Sequence[str] = ()) -> Figure:
-    """Draws images (H, W, 3) with their titles; names: of the rows."""
-    columns, (height, width) = max(map(len, rows)), rows[0][0][1].shape[:2]
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.5)), layout="constrained")
-        grid = figure.subplots(len(rows), columns, squeeze=False)
-        for axes in grid.flat:
-            axes.set_axis_off()
-        for row, shown in zip(grid, rows, strict=True):
-            for axes, (title, image) in zip(row, shown, strict=False):
-                axes.imshow(image, interpolation="none")
-                axes.set_title(title, fontsize=8, pad=2)
-        for row, name in zip(grid, names, strict=False):
-            row[0].text(-0.06, 0.5, name, transform=row[0].transAxes, rotation=90, ha="right", va="center")
-    return figure
 
 
 def displayable_image(image: Array) -> Any:

@@ -1,7 +1,7 @@
 """Figures of segmentations: the image, every method's classes, and its uncertainty in each pixel."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -9,9 +9,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from dissensus.plots.charts import STYLE, Array, short_name
+from dissensus.plots.charts import STYLE, Array, image_grid, short_name
 
 VOID, UNKNOWN = -1, -2  # labels of pixels without a class, and of classes unknown in training
 PALETTE = (
@@ -22,7 +21,6 @@ VOID_COLOUR, UNKNOWN_COLOUR = "#000000", "#ff00ff"
 MARKS = {"unknown": UNKNOWN_COLOUR, "void": VOID_COLOUR}
 CONFIDENCE, EPISTEMIC = "cividis", "inferno"
 ZOOM = 3  # a window has 1/ZOOM of the image's height and width
-COLUMN = 2.1  # width of a column, inches
 
 
 class PixelMaps(NamedTuple):
@@ -54,36 +52,32 @@ def heat_image(values: Array, *, largest: float, colours: str) -> np.ndarray:
     return (255 * np.asarray(shown)[..., :3]).round().astype(np.uint8)
 
 
+def map_images(maps: PixelMaps, count: int, largest: float) -> list[tuple[str, Any]]:
+    """(title, (H, W, 3)) of a prediction's maps, with the ends of their scales; `largest`: of the mutual information."""
+    return [
+        ("prediction", class_image(maps.prediction, count)),
+        ("confidence, 0 % (dark) to 100 %", heat_image(maps.confidence, largest=1.0, colours=CONFIDENCE)),
+        (f"mutual information, to {largest:.2g} nats", heat_image(maps.epistemic, largest=largest, colours=EPISTEMIC)),
+    ]
+
+
 def scene_figure(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, classes: Sequence[str]) -> Figure:
     """Draws image (H, W, 3), truth (H, W) and a row per method; the window with most UNKNOWN pixels is enlarged."""
     target = np.asarray(target)
-    window = densest_window(target == UNKNOWN)
     largest = max(float(np.quantile(np.asarray(each.epistemic), 0.998)) for each in methods.values()) or 1.0
-    height, width = target.shape
-    across, down = (5 if window else 3) * COLUMN + 0.5, COLUMN * height / width + 0.22
-    legend = 0.75 + 0.2 * (-(-(len(classes) + 2) // 6))
-    rows = len(methods) + 1
-    figure = Figure(figsize=(across, rows * down + legend))  # not through pyplot, which keeps global state
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        grid = figure.subplots(rows, 5 if window else 3, squeeze=False)
-        bottom, top = legend / figure.get_figheight(), 1 - 0.22 / figure.get_figheight()
-        left, right = 0.3 / across, 1 - 0.1 / across
-        figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom, wspace=0.04, hspace=0.16)
-        for axes in grid.flat:
-            axes.set(xticks=[], yticks=[])
-            axes.spines[:].set_visible(False)
-        truth = class_image(target, len(classes))
-        shown: list[tuple[str, Any]] = [("image", np.asarray(image)), ("truth", truth)]
-        _draw_row(grid[0], [*shown, None, *_zoom_images(shown, window)], window, marked=(0, 1))
-        for line, (name, maps) in zip(grid[1:], methods.items(), strict=True):
-            shown = [
-                ("prediction", class_image(maps.prediction, len(classes))),
-                ("confidence", heat_image(maps.confidence, largest=1.0, colours=CONFIDENCE)),
-                ("mutual information", heat_image(maps.epistemic, largest=largest, colours=EPISTEMIC)),
-            ]
-            _draw_row(line, [*shown, *_zoom_images([shown[0], shown[2]], window)], window, marked=(2,))
-            line[0].set_ylabel(short_name(name))
-        _add_legends(figure, classes, largest, special_labels(target, len(classes)))
+    rows: list[list[Any]] = [[("image", np.asarray(image)), ("truth", class_image(target, len(classes))), None]]
+    rows += [map_images(maps, len(classes), largest) for maps in methods.values()]
+    if window := densest_window(target == UNKNOWN):
+        for row in rows:
+            first, last = row[0], row[-1] or row[1]
+            row += [(f"{name.partition(',')[0]}, enlarged", pixels[window]) for name, pixels in (first, last)]
+    figure = image_grid(rows, ["", *map(short_name, methods)])
+    framed = ("image", "truth", rows[1][2][0])
+    for axes in figure.axes:
+        if window is not None and axes.get_title() in framed:
+            y, x = (np.array([part.start, part.stop]) - 0.5 for part in window)
+            axes.fill(x[[0, 1, 1, 0]], y[[0, 0, 1, 1]], fill=False, edgecolor="white", linewidth=0.9)
+    add_class_legend(figure, classes, special_labels(target, len(classes)))
     return figure
 
 
@@ -100,32 +94,10 @@ def densest_window(mask: Array) -> tuple[slice, slice] | None:
     return slice(row, row + height), slice(column, column + width)
 
 
-def _zoom_images(shown: Sequence[tuple[str, Any]], window: tuple[slice, slice] | None) -> list[tuple[str, Any]]:
-    return [] if window is None else [(f"{name}, enlarged", pixels[window]) for name, pixels in shown]
-
-
-def _draw_row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *, marked: Sequence[int]) -> None:
-    """Draws named images in a row of axes; None leaves a place empty. The window is framed in the `marked` images."""
-    for i, axes in enumerate(line):
-        each = shown[i] if i < len(shown) else None
-        if each is None:
-            axes.set_axis_off()
-            continue
-        axes.imshow(each[1], interpolation="none", aspect="auto")
-        axes.set_title(each[0], fontsize=8, pad=2)
-        if window is not None and i in marked:
-            rows, columns = window
-            x = [columns.start, columns.stop, columns.stop, columns.start]
-            y = [rows.start, rows.start, rows.stop, rows.stop]
-            axes.fill(np.array(x) - 0.5, np.array(y) - 0.5, fill=False, edgecolor="white", linewidth=0.9)
-
-
 def class_legend(classes: Sequence[str]) -> Figure:
     """Legend entries: class names with their colours."""
-    lines = -(-(len(classes) + 2) // 6)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 0.3 + 0.2 * lines))
-        _draw_class_legend(figure, classes, (), loc="center")
+    figure = Figure(figsize=(9.0, 0.2))
+    add_class_legend(figure, classes, ())
     return figure
 
 
@@ -143,33 +115,11 @@ def add_class_legend(figure: Figure, classes: Sequence[str], marks: Sequence[str
     figure.set_size_inches(width, height + room)
     if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
         engine.set(rect=(0, room / (height + room), 1, height / (height + room)))
-    with matplotlib.rc_context(STYLE):
-        _draw_class_legend(figure, classes, marks, loc="lower center")
-
-
-def _draw_class_legend(
-    figure: Figure, classes: Sequence[str], marks: Sequence[str], *, loc: Literal["center", "lower center"]
-) -> None:
     colours = [*(class_colours(len(classes)) / 255), *(MARKS[name] for name in marks)]
     names = [*map(short_name, classes), *marks]
     patches = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
-    figure.legend(handles=patches, loc=loc, ncols=6, handlelength=1.2, fontsize=8)
-
-
-def _add_legends(figure: Figure, classes: Sequence[str], largest: float, marks: Sequence[str]) -> None:
-    """Adds the legend of classes and the two colour scales below the figure."""
-    _draw_class_legend(figure, classes, marks, loc="lower center")
-    width, height = figure.get_size_inches()
-    base = 0.42 + 0.2 * (-(-(len(classes) + 2) // 6))
-    for left, colours, top, label in (
-        (0.3, CONFIDENCE, 1.0, "confidence (probability)"),
-        (width / 2 + 0.2, EPISTEMIC, largest, "mutual information (nats)"),
-    ):
-        bar = figure.add_axes((left / width, base / height, (width / 2 - 0.6) / width, 0.09 / height))
-        scale = matplotlib.cm.ScalarMappable(Normalize(0, top), colours)
-        figure.colorbar(scale, cax=bar, orientation="horizontal", ticks=MaxNLocator(5))
-        bar.tick_params(labelsize=7, length=2, pad=1)
-        bar.set_title(label, fontsize=8, pad=2)
+    with matplotlib.rc_context(STYLE):
+        figure.legend(handles=patches, loc="lower center", ncols=6, handlelength=1.2, fontsize=8)
 
 
 def _rgb(colour: str) -> np.ndarray:

@@ -25,7 +25,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run import build
 from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.run.run_folder import keep_warnings
@@ -51,7 +50,8 @@ def can_share_training(config: RunConfig) -> bool:
     if not asked or is_import_path(config.method):  # a watcher has no loss, but the user's method may have one
         return False
     changes = config.settings.get("rate") is not None  # dropout added by the method is active in training too
-    return _tail_name(_method_class(config)) is not None and not changes and build.setting_and_count(config)[1] == 1
+    tail = _tail_name(method_class(config.method, config.folder))
+    return tail is not None and not changes and build.setting_and_count(config)[1] == 1
 
 
 def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
@@ -70,9 +70,12 @@ def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
         first.train_alone(progress=progress)
         return
     _check_shared(first.config.training)
-    folder = first.folder.parent / f".together-{_watchers_name(runs)}"  # checkpoints; the same command finds them again
+    whole = json.dumps([_common_settings(first.config), [(run.config.method, run.config.settings) for run in runs]])
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]  # of exactly these watchers
+    folder = first.folder.parent / f".together-{digest}"  # checkpoints; the same command finds them again
     for tail in ("decayed", "constant"):
-        waiting = [run for run in runs if _tail_name(_method_class(run.config)) == tail and not run.is_trained]
+        kinds = [_tail_name(method_class(run.config.method, run.config.folder)) for run in runs]
+        waiting = [run for run, kind in zip(runs, kinds, strict=True) if kind == tail and not run.is_trained]
         if waiting:
             with first.seeded_context():
                 _train_branch(runs, waiting, tail, folder, progress=progress)
@@ -100,7 +103,9 @@ class WatchedRun:
 
     @classmethod
     def build(cls, runs: Sequence[Run], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> WatchedRun:
-        run = track(network, methods, **_likelihood_and_prior(runs[0].config, runs[0].data, network))
+        config, data = runs[0].config, runs[0].data  # whose likelihood and prior all have
+        prior = {key: value for key, value in build.method_arguments(config, data, network).items() if key in PRIOR}
+        run = track(network, methods, likelihood=build.likelihood(config, data), **prior)
         run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
         keys = [_recorder_settings(each.config) for each in runs]
         return cls(run, list(run.watchers), [keys.index(key) for key in keys])
@@ -210,22 +215,12 @@ def _seconds_alone(
     return {"seconds": total - others, "counted": how}
 
 
-def _method_class(config: RunConfig) -> type[Posterior]:
-    return method_class(config.method, config.folder)
-
-
 def _recorder_settings(config: RunConfig) -> tuple[str, Settings]:
     """The settings of a method's recorder, without settings that only affect drawing."""
-    method = _method_class(config)
+    method = method_class(config.method, config.folder)
     if not issubclass(method, RecordingPosterior):
         return config.method, {}
     return method.name, {key: value for key, value in config.settings.items() if key not in method.draw_only_settings}
-
-
-def _likelihood_and_prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
-    """The common likelihood and prior of all watchers."""
-    settings = build.method_arguments(config, data, network)
-    return {"likelihood": build.likelihood(config, data), **{key: settings[key] for key in PRIOR if key in settings}}
 
 
 def _tail_name(method: type[Posterior]) -> str | None:
@@ -241,12 +236,6 @@ def _common_settings(config: RunConfig) -> list[Any]:
     """The settings that runs of one shared training have in common."""
     prior = {key: config.settings[key] for key in PRIOR if key in config.settings}
     return [config.seed, config.training, config.data, config.network, config.likelihood, prior]
-
-
-def _watchers_name(runs: Sequence[Run]) -> str:
-    """A short name for exactly these watchers of this training."""
-    whole = [_common_settings(runs[0].config), [(run.config.method, run.config.settings) for run in runs]]
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:12]
 
 
 def _check_shared(training: Settings) -> None:
