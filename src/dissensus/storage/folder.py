@@ -272,7 +272,7 @@ def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
     """The config entries of inputs, their largest value and classes: the arguments, else the posterior's own."""
-    largest = posterior._known.largest
+    largest = (posterior.base or (posterior,))[0]._known.largest  # a watcher sees no inputs
     found: dict[str, Any] = {"largest_input": largest} if math.isfinite(largest) else {}
     if (given := posterior.inputs if inputs is None else inputs) is not None:
         transform = as_input_transform(given)

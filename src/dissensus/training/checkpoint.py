@@ -184,10 +184,12 @@ class Checkpoints:
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "random": host,
             "cuda": device,
+            "largest_input": self.posterior._known.largest,
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.posterior.load_state_dict(state["posterior"])
+        self.posterior._known.largest = state.get("largest_input", -math.inf)
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scheduler"] is not None and self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
