@@ -25,7 +25,6 @@ from safetensors.torch import load
 from torch import Tensor
 
 from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT, holm_p_values, spread_of
-from dissensus.core.description import translate_settings
 from dissensus.metrics import paired_test
 from dissensus.metrics.bootstrap import comparison, resample_counts, student_quantile
 from dissensus.metrics.classification import confidence_ece
@@ -127,7 +126,6 @@ def unpacked(path: Path) -> Iterator[Run]:
         severities = {key: value for key, value in metrics.items() if key.startswith("corrupt/severity")}
         first = next((line for line in content[f"{folder}/log.jsonl"].splitlines() if b'"lr"' in line), b"{}")
         told = {"epochs": training["epochs"], "lr": json.loads(first).get("lr", "")}
-        settings = translate_settings(config["method"].partition("-")[0], settings)
         told |= {key: settings[each] for key, name in SETTINGS.items() for each in (key, name) if each in settings}
         told |= {"gamma": told["gamma"] - 1} if "gamma" in told else {}  # γ is the temperature − 1
         numbers = {key: f"{value:.6g}" for key, value in (kept | severities).items()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.description import describe_settings, translate_settings
+from dissensus.core.description import describe_settings
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]
@@ -45,7 +45,7 @@ def build(name):
 
 @pytest.mark.parametrize("name", ds.METHODS)
 def test_a_config_is_what_earlier_versions_wrote_and_builds_the_same_method(name):
-    posterior, config = build(name), translate_settings(name, CONFIGS[name])
+    posterior, config = build(name), CONFIGS[name]
     assert json.loads(json.dumps(posterior.config())) == config | ADDED.get(name, {})
     prior = [key for key in posterior.config() if key in ("weight_prior_std", "data_size")]
     assert prior == ["weight_prior_std", "data_size"], "an error names the first setting that differs"

@@ -1,7 +1,7 @@
 """The description of a model: all that it is besides the values of its tensors, as JSON values with defaults spelled out.
 
 Saved folders, states, checkpoints and exported files hold it. It is compared from both sides: what only one of two models
-has is a difference. Former names of settings: constructors name the new one, and files saved with them still load.
+has is a difference. Constructors name the new name of a setting that had another.
 """
 
 import inspect
@@ -9,7 +9,7 @@ import itertools
 import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -130,36 +130,15 @@ def _plain_number(value: object) -> Any:
     raise TypeError(f"expected settings of text, numbers and lists, got {value!r}, not JSON serializable; use those")
 
 
-class NewSetting(NamedTuple):
-    """A setting's name now, and its value from the former one."""
-
-    name: str
-    value: Callable[[Any], Any] = lambda former: former
-    formula: str = ""  # the value as text, where it is not the former one
-
-
-# Method -> former name -> the setting now. γ is NodeBNN's; that of ensembles with shared weights is another quantity.
-RENAMED: dict[str, dict[str, NewSetting]] = {
-    "dropout_ensemble": {"keep": NewSetting("rate", lambda keep: round(1 - keep, 12), "1 - keep")},
-    "node_bnn": {
-        "gamma": NewSetting("posterior_temperature", lambda gamma: 1 + gamma, "1 + gamma"),
-        "rate": NewSetting("lr"),
-    },
-    "swag": {"scale": NewSetting("posterior_temperature")},
+# Method -> former name of a setting -> what to pass now.
+RENAMED: dict[str, dict[str, str]] = {
+    "dropout_ensemble": {"keep": "rate=1 - keep"},
+    "node_bnn": {"gamma": "posterior_temperature=1 + gamma", "rate": "lr=rate"},
+    "swag": {"scale": "posterior_temperature=scale"},
 }
-
-
-def translate_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's settings from a file, former names replaced; values that are no numbers are left to the constructor."""
-    found = dict(settings)
-    for former, now in RENAMED.get(method, {}).items():
-        if former in found and now.name not in found:
-            value = found.pop(former)
-            found[now.name] = now.value(value) if isinstance(value, (int, float)) else value
-    return found
 
 
 def rename_hint(method: str, keyword: str) -> str:
     """The advice "pass …" for a former name of a setting, or nothing."""
-    now = RENAMED.get(method, {}).get(keyword)
-    return "" if now is None else f"pass {now.name}={now.formula or keyword}"
+    found = RENAMED.get(method, {}).get(keyword)
+    return "" if found is None else f"pass {found}"

@@ -19,7 +19,7 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
-from dissensus.core.description import describe_network, layer_lines, to_json_values, translate_settings
+from dissensus.core.description import describe_network, layer_lines, to_json_values
 from dissensus.core.likelihood import Likelihood, RealTargets
 from dissensus.core.loader import connected_mesh
 from dissensus.core.member import PREFIX, state_names, tensors_by_name
@@ -430,9 +430,6 @@ def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if config.pop(CHECKSUM) != checksum(config, tensors):
             hint = "the file is truncated or was changed"
             raise ValueError(f"expected {path} to have the checksum in its header, got another; {hint}")
-        for each in (config, *filter(None, [config.get("base")])):
-            if "class" not in each:  # a method of the library
-                each["arguments"] = translate_settings(each["method"], each["arguments"])
     return config, tensors
 
 

@@ -36,7 +36,6 @@ from dissensus.core.description import (
     describe_likelihood,
     differences,
     to_json_values,
-    translate_settings,
 )
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
@@ -280,8 +279,7 @@ def checkpoint_mismatches(
     state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> Iterator[str]:
     """Descriptions of what in a checkpoint's state does not belong to this run; empty if all of it does."""
-    identity = translate_settings(posterior.name, state["run"]["posterior"])
-    yield from differences({**state["run"], "posterior": identity}, describe_run(posterior, optimizer, scheduler))
+    yield from differences(state["run"], describe_run(posterior, optimizer, scheduler))
     yield from _tensor_mismatches(state["posterior"], posterior)
     if state["best"]["state"] is not None:
         watching = {name: each for name, each in state["posterior"].items() if name.startswith("watchers.")}
