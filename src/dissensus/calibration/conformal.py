@@ -310,7 +310,9 @@ class Conformal(Guarantee):
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, P), or (B, K) per class: the largest score in the set, for rows with these weights (B,) and groups (B,)."""
         weight = weight if self.facts["weighted"] else torch.ones(1, dtype=torch.float64)
-        each = self._quantiles(weight)  # (G, B, P)
+        sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
+        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
+        each = torch.stack([weighted_quantile(*part, self.level, weight) for part in parts])  # (G, B, P)
         if self.facts["by"] == "class":
             return each[..., 0].T
         if group is None:
@@ -320,12 +322,6 @@ class Conformal(Guarantee):
         index = torch.where(same.any(1), same.int().argmax(1), len(each))
         rows = torch.arange(len(index), device=each.device)
         return torch.cat([each, unseen]).expand(-1, len(index), -1)[index, rows]
-
-    def _quantiles(self, weight: Tensor) -> Tensor:
-        """(G, B, P) thresholds of every group for rows with these weights (B,)."""
-        sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
-        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
-        return torch.stack([weighted_quantile(scores, mass, self.level, weight) for scores, mass in parts])
 
     def __repr__(self) -> str:
         return f"Conformal({self.describe()})"

@@ -239,7 +239,8 @@ def pixel_ood(
             confidence = one.predictive.confidence[outside]
             bins = bins.merge(CalibrationBins(*bin_sums(confidence, torch.zeros_like(confidence), len(bins.counts))))
             for each, ranking in rankings.items():
-                value = pixel_score(one, each)
+                energetic = each == "energy" and one.energy is not None
+                value = one.energy.mean(0) if energetic else CLASS_UNCERTAINTY[each](one.predictive)
                 ranking.update(value[inside], value[outside])
         return rankings, bins, classes
 
@@ -268,10 +269,3 @@ def ranking_numbers(
             found |= {f"{place}/{key}": value for key, value in numbers.items()}
             arrays |= {f"{place}/{key}": values for key, values in of_images.items()}
     return found, arrays
-
-
-def pixel_score(answer: Answer, score: str) -> Tensor:
-    """(B, H, W) OOD score of every pixel, higher = more foreign."""
-    if score == "energy" and answer.energy is not None:
-        return answer.energy.mean(0)
-    return CLASS_UNCERTAINTY[score](answer.predictive)

@@ -375,7 +375,10 @@ class Band(NamedTuple):
 def band_figure(where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Palette) -> Figure:
     """Draws mean, ±3 standard deviations and some members of every method; where: (n,), seen: data (N,) and (N,)."""
     where, (x, y) = np.asarray(where), (np.asarray(each) for each in seen)
-    low, high = _limits(methods, y)
+    # Limits of the vertical axis: the data with a margin, extended for the means, without outliers.
+    span, means = np.ptp(y), np.concatenate([np.asarray(band.mean) for band in methods.values()])
+    low = max(min(y.min(), np.quantile(means, 0.02)), y.min() - 2 * span) - 0.6 * span
+    high = min(max(y.max(), np.quantile(means, 0.98)), y.max() + 2 * span) + 0.6 * span
     thinner = max(1, len(where) // POINTS)
     with matplotlib.rc_context(STYLE):
         figure, panels = _grid(len(methods), aspect=0.75, xlabel="x", ylabel="y")
@@ -440,15 +443,6 @@ def surface_figure(
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
         bar.ax.minorticks_off()
     return figure
-
-
-def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
-    """Limits of the vertical axis: the data with a margin, extended for the means, without outliers."""
-    span = np.ptp(y)
-    means = np.concatenate([np.asarray(band.mean) for band in methods.values()])
-    low, high = min(y.min(), np.quantile(means, 0.02)), max(y.max(), np.quantile(means, 0.98))
-    room = 0.6 * span
-    return float(max(low, y.min() - 2 * span) - room), float(min(high, y.max() + 2 * span) + room)
 
 
 def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figure, list[Any]]:

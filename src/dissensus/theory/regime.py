@@ -183,16 +183,12 @@ def _is_traced(network: nn.Module, name: str) -> bool:
 
 
 def _reaches_inputs(outputs: list[fx.Node], without: set[fx.Node]) -> bool:
-    left, seen = list(outputs), set(without)
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        if node.op == "placeholder":
-            return True
-        seen.add(node)
-        left.extend(node.all_input_nodes)
-    return False
+    reached, seen = list(outputs), set(without)
+    for node in reached:  # which grows
+        if node not in seen:
+            seen.add(node)
+            reached += node.all_input_nodes
+    return any(node.op == "placeholder" for node in seen - without)
 
 
 def _has_unknown_weights(part: nn.Module) -> bool:
