@@ -104,13 +104,11 @@ def evaluate(
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
-        corrupted = None if spec is None else partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
+        corrupted = spec and partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
         if kind in ("segmentation", "tokens"):
             found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes, kind)
         else:
-            attacked = (
-                None if attack is None else partial(robustness_curves.attacked_inputs, functions, attackable, attack)
-            )
+            attacked = attack and partial(robustness_curves.attacked_inputs, functions, attackable, attack)
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     if operations:
@@ -344,9 +342,8 @@ def _evaluate_segmentation(
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
     if kind == "tokens":
-        found |= {
-            f"{key[:-3]}perplexity": math.exp(min(found[key], 709.0)) for key in list(found) if key.endswith("nll")
-        }
+        likelihoods = {key.removesuffix("nll"): value for key, value in found.items() if key.endswith("nll")}
+        found |= {f"{key}perplexity": math.exp(min(value, 709.0)) for key, value in likelihoods.items()}
     clean = Evaluation(kind, found, arrays, score, tuple(ood), tuple(shift))
     damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
     temperature, storage = float(functions.posterior.temperature), storage_cost(functions.posterior)

@@ -301,10 +301,8 @@ class AttackedInputs:
                 found[f"attack/{name}/{key}"] = float(values[1:].mean())
                 for epsilon, value in zip(self.epsilons, values[1:].tolist(), strict=True):
                     found[f"attack/{name}/{epsilon:g}/{key}"] = value
-        for key in ("confidence", "entropy", "mutual_information"):
-            if self.fooling:
-                found[f"fool/{key}"] = float(self.fooling[key].mean())
-        return found
+        fooled = ("confidence", "entropy", "mutual_information") if self.fooling else ()
+        return found | {f"fool/{key}": float(self.fooling[key].mean()) for key in fooled}
 
     def arrays(self) -> dict[str, Tensor]:
         """attack/epsilons (1 + E,), attack/NAME/METRIC (1 + E,), attack/NAME/example_… (N,), examples/fooling/…."""

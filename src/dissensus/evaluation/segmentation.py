@@ -97,8 +97,7 @@ class PixelSums:
     def merge(self, other: "PixelSums") -> "PixelSums":
         """Sums of these images followed by the other's images."""
         if self.member_nll is None or other.member_nll is None:
-            kept = self if other.member_nll is None else other
-            return replace(kept, seconds=self.seconds + other.seconds)
+            return replace(self if other.member_nll is None else other, seconds=self.seconds + other.seconds)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         joined: list[Any] = [a if a is None else a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs]
         return PixelSums(*joined)

@@ -91,8 +91,7 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
     if kind == "gallery":
         return gallery_figure(arrays, evaluation.notes.get("classes", "").splitlines())
     if kind == "ood":
-        found = ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
-        title = f"AUROC: {found}"
+        title = "AUROC: " + ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
         return charts.ood_histogram(arrays[f"test{score}"], foreign, score=evaluation.score, title=title, colour=colour)
     panels = [
         charts.corruption_panel(

@@ -72,8 +72,7 @@ def scene_figure(image: Array, target: Array, methods: Mapping[str, PixelMaps], 
         for axes in grid.flat:
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
-        truth = class_image(target, len(classes))
-        shown: list[tuple[str, Any]] = [("image", np.asarray(image)), ("truth", truth)]
+        shown: list[tuple[str, Any]] = [("image", np.asarray(image)), ("truth", class_image(target, len(classes)))]
         _draw_row(grid[0], [*shown, None, *_zoom_images(shown, window)], window, marked=(0, 1))
         for line, (name, maps) in zip(grid[1:], methods.items(), strict=True):
             shown = [
