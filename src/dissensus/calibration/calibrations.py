@@ -262,11 +262,7 @@ def interpolate_knots(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
 
 
 class DeviationScaling(Calibration):
-    """Stretches the mixture about its mean by a factor: members' distances from the mean, and their noise.
-
-    The mean does not change; the standard deviation is multiplied, in its epistemic and aleatoric parts (a temperature
-    multiplies only the noise).
-    """
+    """Stretches the mixture about its mean by a factor: members' distances, and their noise (a temperature: only noise)."""
 
     kind = "scale"
     factor: Tensor  # ()

@@ -102,7 +102,11 @@ def conformal(
         w = rows.weight
         if weight is not None:
             w = w * weight(rows.x).to(w.device, torch.float64)
-        kept.append((_true_scores(rows, facts, generator).cpu(), w.cpu(), _group_numbers(rows, by).cpu()))
+        if isinstance(rows.predictive, CategoricalPredictive):
+            found = class_scores(rows.predictive, facts, generator).gather(1, rows.y.long()[:, None])
+        else:
+            found = interval_score(rows.predictive, rows.y, facts["score"], facts["level"])
+        kept.append((found.cpu(), w.cpu(), _group_numbers(rows, by).cpu()))
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
@@ -141,14 +145,6 @@ def _conformal_facts(
     named = "class" if by == "class" else None if by is None else "group"
     facts = {"level": float(level), "score": score, "settings": settings, "randomised": bool(randomised)}
     return {**facts, "by": named, "outputs": outputs}
-
-
-def _true_scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
-    """(B, P) scores of the true labels or values."""
-    predictive, y = rows.predictive, rows.y
-    if not isinstance(predictive, CategoricalPredictive):
-        return interval_score(predictive, y, facts["score"], facts["level"])
-    return class_scores(predictive, facts, generator).gather(1, y.long()[:, None])
 
 
 def _group_numbers(rows: CalibrationRows, by: object) -> Tensor:

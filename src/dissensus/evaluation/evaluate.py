@@ -328,9 +328,8 @@ def _evaluate_segmentation(
     kind: PredictionKind,
 ) -> Evaluation:
     if kind == "tokens" and (ood or corrupted is not None):
-        raise ValueError(
-            "expected no ood= or corrupt= for tokens, got some; rank texts by predictive.sequence(mask).total"
-        )
+        hint = "rank texts by predictive.sequence(mask).total"
+        raise ValueError(f"expected no ood= or corrupt= for tokens, got some; {hint}")
     sums, shapes, images = segmentation.pixel_sums(functions, loader)
     found, arrays = sums.metrics(classes), sums.arrays()
     for name, each in ood.items():

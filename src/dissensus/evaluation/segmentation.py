@@ -159,7 +159,7 @@ def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test
 
     def work(batch: Batch) -> PixelSums:
         part = PixelSums()  # of a batch by itself: sums are then added up in one order on any number of ranks
-        loader_predictions.checked_shapes(batch.x, like, name)
+        loader_predictions.check_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
         timer = Timer(functions.device)
         predictive: Any = functions.predict(batch.x)
@@ -223,23 +223,23 @@ def pixel_ood(
     def work(batch: Batch) -> tuple[dict[str, PixelRanking], CalibrationBins, int]:
         x, mask, _ = batch
         rankings, bins = empty()
-        loader_predictions.checked_shapes(x, like, name)
+        loader_predictions.check_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
         size, classes, *place = answer.predictive.mean.shape
-        expected = (size, *place)
-        if mask.is_floating_point() or mask.shape != expected:
+        if mask.is_floating_point() or mask.shape != (expected := (size, *place)):
             got = f"{mask.dtype} {tuple(mask.shape)}; pass True or 1 at OOD pixels, False or 0 elsewhere"
             raise ValueError(f"expected a mask of shape {expected} in {name!r}, got {got}")
         mask = mask.to(functions.device)
         for row in range(len(mask)):
-            energy = None if answer.energy is None else answer.energy[:, row : row + 1]
-            one = Answer(answer.predictive[row], energy)
+            predictive = answer.predictive[row]
             inside, outside = mask[row : row + 1] == 0, mask[row : row + 1] == 1
-            confidence = one.predictive.confidence[outside]
+            confidence = predictive.confidence[outside]
             bins = bins.merge(CalibrationBins(*bin_sums(confidence, torch.zeros_like(confidence), len(bins.counts))))
             for each, ranking in rankings.items():
-                energetic = each == "energy" and one.energy is not None
-                value = one.energy.mean(0) if energetic else CLASS_UNCERTAINTY[each](one.predictive)
+                if each == "energy" and answer.energy is not None:
+                    value = answer.energy[:, row : row + 1].mean(0)
+                else:
+                    value = CLASS_UNCERTAINTY[each](predictive)
                 ranking.update(value[inside], value[outside])
         return rankings, bins, classes
 

@@ -157,9 +157,8 @@ class UpBlock(nn.Module):
         self.shortcut = projection(inputs, outputs)
         self.reduce = nn.Sequential(*norm_block(nn.Conv2d(inputs, inner, 1, bias=False), inner, nn.ReLU))
         self.grow = nn.ConvTranspose2d(inner, inner, 3, stride=2, padding=1, bias=False)
-        self.expand = nn.Sequential(
-            nn.BatchNorm2d(inner), nn.ReLU(), *projection(inner, outputs), nn.Dropout2d(dropout)
-        )
+        parts = (nn.BatchNorm2d(inner), nn.ReLU(), *projection(inner, outputs), nn.Dropout2d(dropout))
+        self.expand = nn.Sequential(*parts)
 
     def forward(self, x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
         grown = self.expand(self.grow(self.reduce(x), output_size=size))

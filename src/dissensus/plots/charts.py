@@ -142,11 +142,8 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
         if logarithmic:
             axes.set_xscale("log")
             _set_log_ticks(axes.xaxis)
-        axes.set(
-            xlabel=f"{SCORE_LABELS.get(score, score)}: more foreign →",
-            ylabel="share of inputs",
-            title=short_name(title, 44),
-        )
+        label = f"{SCORE_LABELS.get(score, score)}: more foreign →"
+        axes.set(xlabel=label, ylabel="share of inputs", title=short_name(title, 44))
         axes.yaxis.set_major_formatter(PERCENT)
         axes.margins(x=0.01)
         axes.legend(loc="upper left")

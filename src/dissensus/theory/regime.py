@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -376,9 +376,8 @@ def _lanczos(outputs: MemberOutputs, back: Any, rates: dict[str, float], start: 
             break
         betas.append(size)
         vector = moved / size
-    weights = vectors[:, -1].tolist()
-    found = sum((w * each for w, each in zip(weights, basis, strict=True)), torch.zeros_like(start))
-    return value, found
+    parts = (share * each for share, each in zip(vectors[:, -1].tolist(), basis, strict=True))
+    return value, sum(parts, torch.zeros_like(start))
 
 
 RegimeKind = Literal["independent", "between", "collective"]
@@ -469,8 +468,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     if modulations is None:
         got = type(posterior).__name__
         raise TypeError(f"expected an embedded ensemble, got {got}; pass a BatchEnsemble or a DropoutEnsemble")
-    embedded: Any = posterior
-    members, gamma = posterior.particles.members, float(embedded.gamma)
+    members, gamma = posterior.particles.members, float(cast(Any, posterior).gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
     links = chain(posterior, modulations) if members > 1 else []
     factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
