@@ -38,8 +38,9 @@ POWER = FuncFormatter(lambda value, _: f"10{str(round(np.log10(value))).translat
 
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Name -> colour, in order; the first ones differ most. Names beyond the palette get darker shades of it."""
-    rounds = (divmod(i, len(PALETTE)) for i in range(len(names)))
-    shades = [to_hex([0.55**turn * part for part in to_rgb(PALETTE[i])]) for turn, i in rounds]
+    rounds = [divmod(i, len(PALETTE)) for i in range(len(names))]
+    parts = [(0.55**turn, *to_rgb(PALETTE[i])) for turn, i in rounds]
+    shades = [to_hex((share * red, share * green, share * blue)) for share, red, green, blue in parts]
     return dict(zip(names, shades, strict=True))
 
 
