@@ -104,11 +104,13 @@ def evaluate(
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
-        corrupted = spec and partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
+        corrupted = None if spec is None else partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
         if kind in ("segmentation", "tokens"):
             found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes, kind)
         else:
-            attacked = attack and partial(robustness_curves.attacked_inputs, functions, attackable, attack)
+            attacked = (
+                None if attack is None else partial(robustness_curves.attacked_inputs, functions, attackable, attack)
+            )
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     if operations:

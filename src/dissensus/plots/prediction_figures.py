@@ -127,8 +127,7 @@ def line_figure(
             dots = {"color": INK, "linestyle": "none", "marker": ".", "markersize": 3, "alpha": 0.6}
             targets = np.asarray(seen[1]).reshape(len(seen[1]), -1)
             drawn.append(Curve(np.asarray(seen[0]).ravel(), targets[:, d], "data", dots))
-        name = f"y, output {d}" if mean.shape[1] > 1 else "y"
-        panels.append(Panel(drawn, {"xlabel": "x", "ylabel": name}))
+        panels.append(Panel(drawn, {"xlabel": "x", "ylabel": f"y, output {d}" if mean.shape[1] > 1 else "y"}))
     return curve_figure(panels, size=(4.6 * len(panels), 3.3))
 
 

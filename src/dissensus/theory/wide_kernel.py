@@ -237,8 +237,7 @@ def kernel(
     own = _own_variances(steps, first, law, layout, max(1, memory // each))
     others = own if second is first else _own_variances(steps, second, law, layout, max(1, memory // each))
     # Blocks that stay in a processor's cache, except where activations expand functions for every block.
-    expands = any(map(is_expanded, network.modules()))
-    budget = memory if expands or first.is_cuda else min(memory, CACHE)
+    budget = memory if first.is_cuda or any(map(is_expanded, network.modules())) else min(memory, CACHE)
     rows = min(len(first), max(1, math.isqrt(budget // each)))
     columns = rows if second is first else max(1, budget // (each * rows))
     nngp, ntk = first.new_empty(2, len(first), len(second))
