@@ -226,7 +226,8 @@ def pixel_ood(
         loader_predictions.check_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
         size, classes, *place = answer.predictive.mean.shape
-        if mask.is_floating_point() or mask.shape != (expected := (size, *place)):
+        expected = (size, *place)
+        if mask.is_floating_point() or mask.shape != expected:
             got = f"{mask.dtype} {tuple(mask.shape)}; pass True or 1 at OOD pixels, False or 0 elsewhere"
             raise ValueError(f"expected a mask of shape {expected} in {name!r}, got {got}")
         mask = mask.to(functions.device)

@@ -212,5 +212,4 @@ def ensemble_dynamics(
 def _trained_variance(answers: Tensor, train: Tensor, towards: Tensor, points: Tensor) -> Tensor:
     """(T, n) diagonal of K − A K(X, ·) − (A K(X, ·))ᵀ + A K(X, X) Aᵀ."""
     crossed = torch.einsum("tnb,nb->tn", answers, towards)
-    square = torch.einsum("tnb,bc,tnc->tn", answers, train, answers)
-    return points.diagonal() - 2 * crossed + square
+    return points.diagonal() - 2 * crossed + torch.einsum("tnb,bc,tnc->tn", answers, train, answers)
