@@ -239,10 +239,7 @@ def _at_least_two_rows(x: Inputs) -> Inputs:
 
 
 def _with_outputs(posterior: Posterior, module: ExportedPosterior, given: Inputs) -> Checked:
-    """Inputs, and (least, most) of the outputs of `predict` and of the promises, by name; raises if a second call differs.
-
-    Of sets and gates, only a score that equals its threshold up to rounding may fall on either side.
-    """
+    """Inputs, and (least, most) of the outputs of `predict` and of the promises, by name; raises if a second call differs."""
     view, x = copy.copy(posterior), module.network_inputs(given)
     view.inputs = None
     with preserve_random_state(posterior.device):
@@ -256,7 +253,7 @@ def _with_outputs(posterior: Posterior, module: ExportedPosterior, given: Inputs
         why = "no network that draws in eval mode can be exported"
         raise ValueError(f"expected equal predictions in every call, got {got} ({why})")
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
-    close = max(CLOSE, ROUNDINGS * rounding)
+    close = max(CLOSE, ROUNDINGS * rounding)  # scores that equal a threshold up to it may fall on either side
     least, most = (module.outputs(first, slack) for slack in (-close, close))
     bounds = ((name, _add_slack(least[name], -close, 1.0), _add_slack(most[name], close, 1.0)) for name in least)
     return batches.move_to_device(given, HOST), {name: (low.cpu(), high.cpu()) for name, low, high in bounds}

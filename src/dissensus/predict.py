@@ -143,38 +143,35 @@ def predict_image(
     sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
     rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
     places = [(row, column) for row in rows for column in columns]
-    cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
-    loader = Loader([(image[None, :, row, column], torch.zeros(1)) for row, column in cuts])
+    cuts = [image[None, :, row, column] for (row, *_), (column, *_) in places]
+    loader = Loader([(cut, torch.zeros(1)) for cut in cuts])
     found: tuple[Tensor, ...] = ()
     posterior = expect_posterior(posterior)
     parts = predict_loader(posterior, loader, precision=precision, keep_members=False, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (_, summary) in zip(places, parts, strict=True):
+    for cut, ((_, *rows_kept), (_, *columns_kept)), (_, summary) in zip(cuts, places, parts, strict=True):
         new = (summary.mean, summary.total, summary.epistemic)
-        if summary.mean.shape[2:] != (len(row), len(column)):
-            wanted, got = f"logits (B, C, {len(row)}, {len(column)})", tuple(summary.mean.shape)
+        if summary.mean.shape[2:] != cut.shape[2:]:
+            wanted, got = f"logits (B, C, {cut.shape[2]}, {cut.shape[3]})", tuple(summary.mean.shape)
             raise ValueError(f"expected {wanted} for images of that size, got {got}; predict_image segments")
         if not found:
             found = tuple(image.new_empty(*each.shape[1:-2], *size, dtype=each.dtype) for each in new)
-        inside = (..., _kept_slice(kept_rows, row), _kept_slice(kept_columns, column))
+        in_image, in_tile = zip(rows_kept, columns_kept, strict=True)
         for whole_map, part in zip(found, new, strict=True):
-            whole_map[..., kept_rows.start : kept_rows.stop, kept_columns.start : kept_columns.stop] = part[0][inside]
+            whole_map[..., *in_image] = part[0][..., *in_tile]
     return ImagePrediction(*found)
 
 
-def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
-    """(range that a tile covers, range that is kept of it) along one axis."""
+def _tiles(length: int, side: int, overlap: int) -> list[tuple[slice, slice, slice]]:
+    """(what a tile covers, what is kept of it, in the image and in the tile) along one axis."""
     if integer("tile", side) >= length:
-        return [(range(length), range(length))]
+        return [(slice(0, length),) * 3]
     number("overlap", overlap, below=side, hint="tiles must be larger than their overlap")
     step = side - integer("overlap", overlap, least=0)
     starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
-    covered = [range(start, min(start + side, length)) for start in starts]
+    covered = [slice(start, min(start + side, length)) for start in starts]
     ends = [*(tile.stop - overlap // 2 for tile in covered[:-1]), length]
-    return [(tile, range(start, end)) for tile, start, end in zip(covered, [0, *ends[:-1]], ends, strict=True)]
-
-
-def _kept_slice(kept: range, tile: range) -> slice:
-    return slice(kept.start - tile.start, kept.stop - tile.start)
+    kept = zip(starts, covered, [0, *ends[:-1]], ends, strict=True)
+    return [(tile, slice(first, end), slice(first - start, end - start)) for start, tile, first, end in kept]
 
 
 def _predict_all(posterior: Posterior, loader: Iterable[Any], *, keep_members: bool, **settings: Any) -> Predictive:

@@ -104,7 +104,11 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     predictive, y = Predictive.cat(parts), torch.cat(targets)
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
-    weight = expand_weight(_concatenate_weights(weights, y), predictive.log_prob(y), counted).double()
+    given = [weight for weight in weights if weight is not None]
+    if 0 < len(given) < len(weights):
+        raise ValueError("expected weights in every batch or in none, got some without; pass weight 1 for the others")
+    every = torch.cat(given).to(y.device) if given else None
+    weight = expand_weight(every, predictive.log_prob(y), counted).double()
     if not weight.any():
         raise ValueError("expected an example that counts, got none; pass labels that are not ignored, or weights")
     return HeldOutRows(predictive, y, weight)
@@ -145,16 +149,6 @@ def _warn_if_unfit(rows: HeldOutRows, lens: Correction, method: str) -> None:
     if int(kept.sum()) >= UNPLAUSIBLE and bool((predictive.mean.argmax(1) == rows.y)[kept].all()):
         hint = "was the network trained on them? Pass held-out rows: a calibration needs some mistakes"
         log.warning("all %d calibration rows are predicted right; %s", int(kept.sum()), hint)
-
-
-def _concatenate_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
-    """The weights of all batches in one tensor; None if there are none."""
-    given = [weight for weight in weights if weight is not None]
-    if not given:
-        return None
-    if len(given) < len(weights):
-        raise ValueError("expected weights in every batch or in none, got some without; pass weight 1 for the others")
-    return torch.cat(given).to(y.device)
 
 
 BINS = 15  # of "histogram"; the calibration error uses as many
@@ -286,13 +280,10 @@ def one_against_rest(rows: HeldOutRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rising_knots(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
-    """(2, pieces + 1) knots of g, from scores z (N,) to normal scores of their ranks, with equally many rows between knots.
-
-    Ranks are mid-ranks (C − w/2) / Σ w with the cumulative weight C; ties share one. They are never 0 or 1.
-    """
+    """(2, pieces + 1) knots of g, from scores z (N,) to normal scores of their ranks, with equally many rows between knots."""
     points, where = torch.unique(z[weight > 0], return_inverse=True)
     mass = torch.zeros_like(points).index_add(0, where, weight[weight > 0])
-    ranks = (mass.cumsum(0) - mass / 2) / mass.sum()
+    ranks = (mass.cumsum(0) - mass / 2) / mass.sum()  # mid-ranks, never 0 or 1; ties share one
     wanted = torch.linspace(0, 1, pieces + 1, dtype=torch.float64, device=z.device)
     chosen = sorted(set((ranks[:, None] - wanted).abs().argmin(0).tolist()))  # includes the first and the last row
     found = [(float(points[i]), float(torch.special.ndtri(ranks[i]))) for i in chosen]

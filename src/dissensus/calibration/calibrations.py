@@ -262,11 +262,7 @@ def interpolate_knots(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
 
 
 class DeviationScaling(Calibration):
-    """Stretches the mixture about its mean by a factor: members' distances from the mean, and their noise.
-
-    The mean does not change; the standard deviation is multiplied, in its epistemic and aleatoric parts (a temperature
-    multiplies only the noise).
-    """
+    """Stretches the mixture about its mean by a factor: members' distances, and their noise (a temperature: only noise)."""
 
     kind = "scale"
     factor: Tensor  # ()
@@ -281,17 +277,14 @@ class DeviationScaling(Calibration):
 
 
 class CumulativeCalibration(Calibration):
-    """Replaces the mixture's P(Y ≤ y) = F(y) by R(F(y)), with one R per output (Kuleshov et al., ICML 2018).
-
-    A summary is treated as the Gaussian with the mixture's mean and variance.
-    """
+    """Replaces the mixture's P(Y ≤ y) = F(y) by R(F(y)), with one R per output (Kuleshov et al., ICML 2018)."""
 
     kind = "cumulative"
     at: Tensor  # (K, *outputs) knots of g, strictly increasing: scores Φ⁻¹(F(y))
     value: Tensor  # (K, *outputs) values of g, strictly increasing
 
     def calibrate_mixture(self, predictive: Predictive) -> Predictive:
-        if isinstance(predictive, RegressionSummary):
+        if isinstance(predictive, RegressionSummary):  # treated as the Gaussian with its mean and variance
             predictive = RegressionPredictive(predictive.mean[None], predictive.total[None])
         means, variances = cast(RegressionPredictive, predictive).defining_tensors()
         knots = (each.to(means.dtype)[:, None].expand(-1, *means.shape[1:]) for each in (self.at, self.value))

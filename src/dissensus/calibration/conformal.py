@@ -102,7 +102,11 @@ def conformal(
         w = rows.weight
         if weight is not None:
             w = w * weight(rows.x).to(w.device, torch.float64)
-        kept.append((_true_scores(rows, facts, generator).cpu(), w.cpu(), _group_numbers(rows, by).cpu()))
+        if isinstance(rows.predictive, CategoricalPredictive):
+            found = class_scores(rows.predictive, facts, generator).gather(1, rows.y.long()[:, None])
+        else:
+            found = interval_score(rows.predictive, rows.y, facts["score"], facts["level"])
+        kept.append((found.cpu(), w.cpu(), _group_numbers(rows, by).cpu()))
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
@@ -141,14 +145,6 @@ def _conformal_facts(
     named = "class" if by == "class" else None if by is None else "group"
     facts = {"level": float(level), "score": score, "settings": settings, "randomised": bool(randomised)}
     return {**facts, "by": named, "outputs": outputs}
-
-
-def _true_scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
-    """(B, P) scores of the true labels or values."""
-    predictive, y = rows.predictive, rows.y
-    if not isinstance(predictive, CategoricalPredictive):
-        return interval_score(predictive, y, facts["score"], facts["level"])
-    return class_scores(predictive, facts, generator).gather(1, y.long()[:, None])
 
 
 def _group_numbers(rows: CalibrationRows, by: object) -> Tensor:
@@ -268,10 +264,9 @@ class Conformal(Guarantee):
         rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
         # For equal inputs in another batch whose target is at an end.
         lower, upper = lower - rounding, upper + rounding
-        middle = torch.where(lower > upper, 0.5 * (lower + upper), 0.0)
-        ordered = torch.where(lower > upper, middle, lower), torch.where(lower > upper, middle, upper)
-        mean = predictive.mean
-        return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
+        mean, middle, empty = predictive.mean, 0.5 * (lower + upper), lower > upper
+        lower, upper = (torch.where(empty, middle, end).reshape(mean.shape).to(mean.dtype) for end in (lower, upper))
+        return lower, upper
 
     def decide(
         self, predictive: Predictive, x: Inputs, weight: Tensor | None, group: Tensor | None
@@ -292,8 +287,7 @@ class Conformal(Guarantee):
         """(B or 1, P or K) thresholds of a predictive's rows; x: their inputs, if known."""
         rows, weighted = len(predictive), self.facts["weighted"]
         w = self._row_values("weight", weight, self.weight_of, x, rows) if weighted else torch.ones(1)
-        by_group = self.facts["by"] == "group"
-        g = self._row_values("group", group, self.group_of, x, rows) if by_group else None
+        g = self._row_values("group", group, self.group_of, x, rows) if self.facts["by"] == "group" else None
         return self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
 
     def _row_values(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
@@ -310,7 +304,9 @@ class Conformal(Guarantee):
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, P), or (B, K) per class: the largest score in the set, for rows with these weights (B,) and groups (B,)."""
         weight = weight if self.facts["weighted"] else torch.ones(1, dtype=torch.float64)
-        each = self._quantiles(weight)  # (G, B, P)
+        sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
+        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
+        each = torch.stack([weighted_quantile(*part, self.level, weight) for part in parts])  # (G, B, P)
         if self.facts["by"] == "class":
             return each[..., 0].T
         if group is None:
@@ -320,12 +316,6 @@ class Conformal(Guarantee):
         index = torch.where(same.any(1), same.int().argmax(1), len(each))
         rows = torch.arange(len(index), device=each.device)
         return torch.cat([each, unseen]).expand(-1, len(index), -1)[index, rows]
-
-    def _quantiles(self, weight: Tensor) -> Tensor:
-        """(G, B, P) thresholds of every group for rows with these weights (B,)."""
-        sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
-        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
-        return torch.stack([weighted_quantile(scores, mass, self.level, weight) for scores, mass in parts])
 
     def __repr__(self) -> str:
         return f"Conformal({self.describe()})"
@@ -458,12 +448,10 @@ def sort_with_mass(scores: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tensor:
-    """(B, P) thresholds for B new rows with these weights (B,); ∞ if there are too few calibration rows.
+    """(B, P) thresholds for B new rows with these weights (B,), from `sort_with_mass`; ∞ if calibration rows are too few.
 
     The smallest score s with Σ_{s_i ≤ s} w_i ≥ level · (Σ w_i + w), where w_i are the calibration rows' weights and w that of
     the new row, whose own score counts as ∞. Without weights it is the ⌈(n + 1) · level⌉-th smallest.
-
-    `scores`, `mass`: the result of `sort_with_mass`.
     """
     total = mass[-1:].sum(0) + weight[:, None]  # (B, P); without calibration rows, only the new row's
     wanted = (level * total * (1 - ROUNDING)).T.contiguous()  # (P, B)
@@ -501,7 +489,12 @@ def calibration_rows(
         if predictive.kind == "multilabel":
             raise ValueError("expected one class or real targets per row, got several labels; use ds.Classification()")
         if isinstance(predictive, CategoricalPredictive):
-            check_exchangeable(predictive, y if labelled else None)
+            # Promises count rows, and rows must be exchangeable.
+            if predictive.log_mean.ndim > 2:
+                hint = "pixels or steps of one input are not exchangeable: use one label per input"
+                raise ValueError(f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; {hint}")
+            if labelled and y.is_floating_point():
+                raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")
         weight = torch.ones(len(y)) if batch.weight is None else batch.weight
         if weight.shape != (len(y),):
             raise ValueError(f"expected weights of shape ({len(y)},), got {tuple(weight.shape)}; reshape them")
@@ -510,15 +503,6 @@ def calibration_rows(
         keep = weight > 0 if counted is None else (weight > 0) & counted
         x = batches.map_tensors(batches.move_to_device(batch.x, y.device), itemgetter(keep))
         yield CalibrationRows(predictive[keep], x, y[keep], weight[keep])
-
-
-def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> None:
-    """Raises unless each row has one label: promises count rows, and rows must be exchangeable."""
-    if predictive.log_mean.ndim > 2:
-        hint = "pixels or steps of one input are not exchangeable: use one label per input"
-        raise ValueError(f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; {hint}")
-    if y is not None and y.is_floating_point():
-        raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")
 
 
 def check_name(name: str) -> None:

@@ -29,11 +29,7 @@ def decide(posterior: Posterior, x: Any, *, weight: Tensor | None = None, group:
     if not promises:
         raise ValueError("expected a posterior with promises, got none; call ds.conformal, ds.selective or ds.ood_gate")
     predictive = posterior.predict(x)
-    sets = {
-        name: promise.decide(predictive, x, weight, group)
-        for name, promise in promises.items()
-        if isinstance(promise, Conformal)
-    }
+    sets = {n: each.decide(predictive, x, weight, group) for n, each in promises.items() if isinstance(each, Conformal)}
     gates = {name: gate.decide(predictive).accept for name, gate in promises.items() if isinstance(gate, Gate)}
     return Decision(predictive, sets, gates, posterior.classes)
 

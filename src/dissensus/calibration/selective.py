@@ -71,9 +71,8 @@ def selective(
     delta, least = 1 - confidence, errorless_rows(risk, 1 - confidence)
     found: list[tuple[Tensor, Tensor]] = []
     for rows in _equally_weighted_rows(posterior, loader):
-        known = _score_name(rows.predictive, score)
-        uncertainty = uncertainties(rows.predictive)[known](rows.predictive)
-        found.append((uncertainty.cpu(), _row_errors(rows, tolerance).cpu()))
+        known, uncertainty = _named_score(rows.predictive, score)
+        found.append((uncertainty, _row_errors(rows, tolerance).cpu()))
     if (n := sum(len(each) for each, _ in found)) < least:
         wanted = f"at least {least} rows for a risk of {risk:g} at confidence {confidence:g}"
         raise ValueError(f"expected {wanted}, got {n}; pass more rows, or a higher risk")
@@ -114,8 +113,8 @@ def ood_gate(
     fraction("false_alarm", false_alarm, hint="pass for example 0.05")
     found, least = [], least_rows(1 - false_alarm)
     for rows in _equally_weighted_rows(posterior, loader, labelled=False):
-        known = _score_name(rows.predictive, score)
-        found.append(uncertainties(rows.predictive)[known](rows.predictive).cpu())
+        known, uncertainty = _named_score(rows.predictive, score)
+        found.append(uncertainty)
     scores = torch.cat(found) if found else torch.empty(0)
     if len(scores) < least:
         wanted = f"at least {least} rows for a false-alarm rate of {false_alarm:g}"
@@ -140,9 +139,11 @@ def _equally_weighted_rows(
         yield rows
 
 
-def _score_name(predictive: Predictive, score: str | None) -> str:
+def _named_score(predictive: Predictive, score: str | None) -> tuple[str, Tensor]:
+    """(name, (B,) values on the host) of the chosen score, or of the first that such a predictive has."""
     known = uncertainties(predictive)
-    return next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {predictive.kind} has these")
+    name = next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {predictive.kind} has these")
+    return name, known[name](predictive).cpu()
 
 
 def _row_errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:

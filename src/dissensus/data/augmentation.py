@@ -60,16 +60,13 @@ class Augmentation(Streams):
         index = torch.arange(batch, device=images.device)[:, None, None]
         out = images.movedim(1, -1)[index, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)  # (B, C, H, W)
         if self.cutout:
-            out = torch.where(self._hole(batch, height, width, images.device), 0, out)
+            inside = []  # the square: (B, H) and (B, W)
+            for side in (height, width):
+                start = self._integers(side, batch, images.device)[:, None] - self.cutout // 2
+                place = torch.arange(side, device=images.device) - start
+                inside.append((place >= 0) & (place < self.cutout))
+            out = torch.where(inside[0][:, None, :, None] & inside[1][:, None, None, :], 0, out)
         return out
-
-    def _hole(self, batch: int, height: int, width: int, device: torch.device) -> Tensor:
-        """(B, 1, H, W): True inside the square."""
-        top = self._integers(height, batch, device)[:, None] - self.cutout // 2
-        left = self._integers(width, batch, device)[:, None] - self.cutout // 2
-        i, j = torch.arange(height, device=device) - top, torch.arange(width, device=device) - left  # (B, H), (B, W)
-        inside_rows, inside_columns = (i >= 0) & (i < self.cutout), (j >= 0) & (j < self.cutout)
-        return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
 
     def _integers(self, high: int, count: int, device: torch.device) -> Tensor:
         return torch.randint(high, (count,), generator=self._generator(device), device=device)
@@ -114,17 +111,12 @@ class SegmentationAugmentation(Streams):
             places.append(start[:, None] + (torch.arange(new, device=images.device) + 0.5) / factor[:, None])
         if self.flip:
             places[1] = torch.where(draws[3, :, None] < 0.5, size[1] - places[1], places[1])
-        return _sample_at(images, masks, *places)
-
-
-def _sample_at(images: Tensor, masks: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Images (B, C, h, w) and masks (B, h, w) at these places, rows (B, h) and columns (B, w) in pixels from the edges."""
-    height, width = masks.shape[1:]
-    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    # grid_sample's coordinates run from −1 to 1 between the edges of an image.
-    x, y = (2 * columns / width - 1)[:, None, :], (2 * rows / height - 1)[:, :, None]
-    grid = torch.stack([x.expand_as(inside), y.expand_as(inside)], dim=-1)  # (B, h, w, 2)
-    seen = F.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
-    i, j = rows.long().clamp(0, height - 1), columns.long().clamp(0, width - 1)
-    labels = masks[torch.arange(len(masks), device=masks.device)[:, None, None], i[:, :, None], j[:, None, :]]
-    return torch.where(inside[:, None], seen, 0), torch.where(inside, labels, VOID)
+        (rows, columns), (height, width) = places, size
+        inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+        # grid_sample's coordinates run from −1 to 1 between the edges of an image.
+        x, y = (2 * columns / width - 1)[:, None, :], (2 * rows / height - 1)[:, :, None]
+        grid = torch.stack([x.expand_as(inside), y.expand_as(inside)], dim=-1)  # (B, h, w, 2)
+        seen = F.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
+        i, j = rows.long().clamp(0, height - 1), columns.long().clamp(0, width - 1)
+        labels = masks[torch.arange(len(masks), device=masks.device)[:, None, None], i[:, :, None], j[:, None, :]]
+        return torch.where(inside[:, None], seen, 0), torch.where(inside, labels, VOID)

@@ -273,16 +273,13 @@ def water(layer: Tensor) -> Tensor:
 
 
 def canny(images: Tensor, low: float, high: float) -> Tensor:
-    """(B, H, W) bool: Canny edges of eight-bit images: ridges of |dx| + |dy| above `low`, joined to one above `high`.
-
-    Ridges are compared along the nearest of four directions; OpenCV's rules decide ties.
-    """
+    """(B, H, W) bool: Canny edges of eight-bit images: ridges of |dx| + |dy| above `low`, joined to one above `high`."""
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
     dx, dy = _correlate(images, sobel, border="replicate"), _correlate(images, sobel.T, border="replicate")
     size = dx.abs() + dy.abs()
     windows = F.pad(size, (1, 1, 1, 1)).unfold(1, 3, 1).unfold(2, 3, 1)  # (B, H, W, 3, 3), 0 beyond the border
     neighbour = {(i, j): windows[..., 1 + i, 1 + j] for i in (-1, 0, 1) for j in (-1, 0, 1)}
-    # tan 22.5° in fifteen-bit fixed point; tan 67.5° = tan 22.5° + 2
+    # Along the nearest of four directions, with OpenCV's rules for ties: tan 22.5° in fifteen-bit fixed point, and plus 2
     flat = dy.abs() * 2**15 < dx.abs() * 13573
     steep = dy.abs() * 2**15 > dx.abs() * (13573 + 2**16)
     across = (size > neighbour[0, -1]) & (size >= neighbour[0, 1])

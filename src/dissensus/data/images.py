@@ -68,7 +68,11 @@ def image_set(name: str, split: str, *, folder: Folder = None, verify: bool = Fa
         FileNotFoundError: the files are missing; the message names them and their place.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
-    images, labels = _read_arrays(variant.reader, paths)
+    if variant.reader == "idx":  # one file of images and one of labels
+        raw, numbers = (file_formats.read_idx(path) for path in paths)
+        images, labels = raw[:, None], numbers.astype(np.int64)
+    else:
+        images, labels = map(np.concatenate, zip(*map(READERS[variant.reader], paths), strict=True))
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), name, CATALOGUE[name].classes)
 
 
@@ -103,14 +107,6 @@ def svhn(split: str = "test", *, folder: Folder = None, verify: bool = False) ->
 
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64
-
-
-def _read_arrays(reader: str, paths: list[Path]) -> Arrays:
-    if reader == "idx":  # one file of images and one of labels
-        images, labels = (file_formats.read_idx(path) for path in paths)
-        return images[:, None], labels.astype(np.int64)
-    parts, numbers = zip(*map(READERS[reader], paths), strict=True)
-    return np.concatenate(parts), np.concatenate(numbers)
 
 
 def _cifar_binary(path: Path, *, label_bytes: int) -> Arrays:

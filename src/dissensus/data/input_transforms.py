@@ -200,9 +200,8 @@ class ImageInputs(InputTransform):
             raise ValueError(f"expected images with {why}, got {got}; pass (B, {channels}, H, W)")
         return pixels if first else pixels.movedim(-1, 1)
 
-    def _resize_and_crop(self, pixels: Tensor) -> Tensor:
-        """Resized and cropped pixels, from 0 to 255 in float32."""
-        pixels = pixels.to(torch.float32)
+    def transform(self, raw: Tensor) -> Tensor:
+        pixels = raw.to(torch.float32)
         if self.resize is not None and min(pixels.shape[2:]) != self.resize:
             height, width = pixels.shape[2:]
             sides = [round(side * self.resize / min(height, width)) for side in (height, width)]
@@ -214,12 +213,8 @@ class ImageInputs(InputTransform):
                 got = tuple(pixels.shape[2:])
                 raise ValueError(f"expected images of at least {self.crop}, got {got}; enlarge them, or use resize=")
             pixels = pixels[:, :, tops[0] : tops[0] + self.crop[0], tops[1] : tops[1] + self.crop[1]]
-        return pixels
-
-    def transform(self, raw: Tensor) -> Tensor:
-        pixels = self._resize_and_crop(raw) / 255
         mean, std = (torch.tensor(each, device=raw.device)[:, None, None] for each in (self.mean, self.std))
-        return (pixels - mean) / std
+        return (pixels / 255 - mean) / std
 
     def config(self) -> dict[str, Any]:
         crop = None if self.crop is None else list(self.crop)

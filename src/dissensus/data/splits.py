@@ -41,7 +41,11 @@ def split_indices(
         grouped = order[torch.argsort(labels[order], stable=True)]  # by class, shuffled within
         counts = torch.unique(labels, return_counts=True)[1]
         rank = torch.arange(count) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        chosen = grouped[rank < torch.repeat_interleave(_quotas(counts, held), counts)]
+        # Validation rows of each class: held · n_c / N by largest remainder, in exact integer arithmetic.
+        quotas = held * counts // count
+        left = held - int(quotas.sum())
+        quotas[torch.argsort(held * counts % count, descending=True, stable=True)[:left]] += 1
+        chosen = grouped[rank < torch.repeat_interleave(quotas, counts)]
     mask = torch.zeros(count, dtype=torch.bool)
     mask[chosen] = True
     return torch.nonzero(~mask).flatten(), torch.nonzero(mask).flatten()
@@ -59,15 +63,6 @@ def train_validation(
     labels = images.labels if stratified else None
     train, held = split_indices(len(images), validation=validation, seed=seed, labels=labels)
     return images.subset(train), images.subset(held)
-
-
-def _quotas(counts: Tensor, held: int) -> Tensor:
-    """(C,) validation rows of each class: held · n_c / N by largest remainder, in exact integer arithmetic."""
-    scaled, total = held * counts, int(counts.sum())
-    quotas = scaled // total
-    left = held - int(quotas.sum())
-    quotas[torch.argsort(scaled % total, descending=True, stable=True)[:left]] += 1
-    return quotas
 
 
 def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int = 0) -> Tensor:

@@ -190,8 +190,7 @@ class TableEncoder:
         """The encoder that `config` describes."""
         kinds = {"number": NumberColumn, "category": CategoryColumn}
         rows = [{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()} for each in config["columns"]]
-        made = [kinds[str(each.pop("kind"))](**each) for each in rows]
-        return TableEncoder(tuple(made), bool(config["named"]))
+        return TableEncoder(tuple(kinds[str(each.pop("kind"))](**each) for each in rows), bool(config["named"]))
 
 
 def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:

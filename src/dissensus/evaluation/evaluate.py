@@ -330,9 +330,8 @@ def _evaluate_segmentation(
     kind: PredictionKind,
 ) -> Evaluation:
     if kind == "tokens" and (ood or corrupted is not None):
-        raise ValueError(
-            "expected no ood= or corrupt= for tokens, got some; rank texts by predictive.sequence(mask).total"
-        )
+        hint = "rank texts by predictive.sequence(mask).total"
+        raise ValueError(f"expected no ood= or corrupt= for tokens, got some; {hint}")
     sums, shapes, images = segmentation.pixel_sums(functions, loader)
     found, arrays = sums.metrics(classes), sums.arrays()
     for name, each in ood.items():
@@ -344,9 +343,8 @@ def _evaluate_segmentation(
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
     if kind == "tokens":
-        found |= {
-            f"{key[:-3]}perplexity": math.exp(min(found[key], 709.0)) for key in list(found) if key.endswith("nll")
-        }
+        likelihoods = {key.removesuffix("nll"): value for key, value in found.items() if key.endswith("nll")}
+        found |= {f"{key}perplexity": math.exp(min(value, 709.0)) for key, value in likelihoods.items()}
     clean = Evaluation(kind, found, arrays, score, tuple(ood), tuple(shift))
     damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
     temperature, storage = float(functions.posterior.temperature), storage_cost(functions.posterior)

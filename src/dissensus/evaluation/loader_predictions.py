@@ -89,7 +89,7 @@ def predictions(
     given = loader if labelled else map(with_placeholder_targets, loader)
 
     def check(batch: Batch) -> None:
-        checked_shapes(batch.x, like, name)
+        check_shapes(batch.x, like, name)
         if labelled:
             functions.posterior.check_batch(batch)
 
@@ -180,9 +180,8 @@ def warn_of_weights(weight: Tensor | None, name: str, said: bool) -> bool:
     """Warns once if weights are not 1, because metrics ignore them; returns whether the warning was given."""
     if weight is None or said or not bool((weight != 1).any()):
         return said
-    log.warning(
-        "the weights in %r are ignored: metrics count every example once; remove examples that should not count", name
-    )
+    hint = "remove examples that should not count"
+    log.warning("the weights in %r are ignored: metrics count every example once; %s", name, hint)
     return True
 
 
@@ -191,13 +190,11 @@ def shapes_of(x: Inputs) -> Shapes:
     return tuple(tuple(tensor.shape[1:]) for tensor in batches.input_tensors(x))
 
 
-def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
-    """The shapes of one input; raises if they differ from those of a test set whose inputs all have one shape."""
-    shapes = shapes_of(x)
-    if like is not None and shapes != like:
+def check_shapes(x: Inputs, like: Shapes | None, name: str) -> None:
+    """Raises if the shapes of one input differ from those of a test set whose inputs all have one shape."""
+    if like is not None and (shapes := shapes_of(x)) != like:
         got = f"{_shapes_text(shapes)}; resize them or convert their channels first"
         raise ValueError(f"expected inputs of shape {_shapes_text(like)} in {name!r}, as in the test set, got {got}")
-    return shapes
 
 
 def hard_labels(y: Tensor) -> Tensor:

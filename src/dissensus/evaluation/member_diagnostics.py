@@ -147,11 +147,9 @@ class Convergence:
     draws: int  # of all chains together
 
     def __str__(self) -> str:
-        return (
-            f"split-R̂ at most {float(self.rhat.max()):.3f}, median {float(self.rhat.median()):.3f}; of {self.draws} draws "
-            f"effective at least {float(self.effective_samples.min()):.0f}, median "
-            f"{float(self.effective_samples.median()):.0f}"
-        )
+        rhat = f"split-R̂ at most {float(self.rhat.max()):.3f}, median {float(self.rhat.median()):.3f}"
+        least, median = float(self.effective_samples.min()), float(self.effective_samples.median())
+        return f"{rhat}; of {self.draws} draws effective at least {least:.0f}, median {median:.0f}"
 
 
 def convergence(posterior: Posterior, x: Inputs) -> Convergence:

@@ -270,8 +270,7 @@ class AttackCurves:
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
         """The inputs after one attack on this posterior."""
-        where: dict[str, Any] = {"norm": self.norm, "bounds": self.bounds, "draw": draw}
-        where["standardiser"] = self.standardiser
+        where: Any = {"norm": self.norm, "bounds": self.bounds, "standardiser": self.standardiser, "draw": draw}
         if name == "fgsm":
             return attacks.fgsm(posterior, x, y, epsilon, **where).inputs
         return attacks.pgd(posterior, x, y, epsilon, steps=self.steps, **where).inputs
@@ -301,10 +300,8 @@ class AttackedInputs:
                 found[f"attack/{name}/{key}"] = float(values[1:].mean())
                 for epsilon, value in zip(self.epsilons, values[1:].tolist(), strict=True):
                     found[f"attack/{name}/{epsilon:g}/{key}"] = value
-        for key in ("confidence", "entropy", "mutual_information"):
-            if self.fooling:
-                found[f"fool/{key}"] = float(self.fooling[key].mean())
-        return found
+        fooled = ("confidence", "entropy", "mutual_information") if self.fooling else ()
+        return found | {f"fool/{key}": float(self.fooling[key].mean()) for key in fooled}
 
     def arrays(self) -> dict[str, Tensor]:
         """attack/epsilons (1 + E,), attack/NAME/METRIC (1 + E,), attack/NAME/example_… (N,), examples/fooling/…."""
@@ -338,14 +335,11 @@ def attacked_inputs(
     def work(batch: tuple[batches.Inputs, Tensor]) -> Tensor:
         images, y = cast(Tensor, batch[0]), batch[1]
         clean = example_values(functions, images, y)
-        table = [
-            [
-                clean,
-                *(example_values(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons),
-            ]
-            for name in spec.names
-        ]
-        return torch.stack([torch.stack(each) for each in table])  # (attacks, 1 + E, 5, B)
+        table = []
+        for name in spec.names:
+            attacked = (spec.apply(name, epsilon, *sources[name], images, y) for epsilon in spec.epsilons)
+            table.append(torch.stack([clean, *(example_values(functions, each, y) for each in attacked)]))
+        return torch.stack(table)  # (attacks, 1 + E, 5, B)
 
     # Gradients are of all functions together, whose parts would have to exchange graphs.
     for batch, values in map_batches(posterior, work, labelled_batches(), FunctionPartition(functions.drawn)):

@@ -97,8 +97,7 @@ class PixelSums:
     def merge(self, other: "PixelSums") -> "PixelSums":
         """Sums of these images followed by the other's images."""
         if self.member_nll is None or other.member_nll is None:
-            kept = self if other.member_nll is None else other
-            return replace(kept, seconds=self.seconds + other.seconds)
+            return replace(self if other.member_nll is None else other, seconds=self.seconds + other.seconds)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         joined: list[Any] = [a if a is None else a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs]
         return PixelSums(*joined)
@@ -156,7 +155,7 @@ def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test
 
     def work(batch: Batch) -> PixelSums:
         part = PixelSums()  # of a batch by itself: sums are then added up in one order on any number of ranks
-        loader_predictions.checked_shapes(batch.x, like, name)
+        loader_predictions.check_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
         timer = Timer(functions.device)
         predictive: Any = functions.predict(batch.x)
@@ -220,7 +219,7 @@ def pixel_ood(
     def work(batch: Batch) -> tuple[dict[str, PixelRanking], CalibrationBins, int]:
         x, mask, _ = batch
         rankings, bins = empty()
-        loader_predictions.checked_shapes(x, like, name)
+        loader_predictions.check_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
         size, classes, *place = answer.predictive.mean.shape
         expected = (size, *place)
@@ -229,13 +228,15 @@ def pixel_ood(
             raise ValueError(f"expected a mask of shape {expected} in {name!r}, got {got}")
         mask = mask.to(functions.device)
         for row in range(len(mask)):
-            energy = None if answer.energy is None else answer.energy[:, row : row + 1]
-            one = Answer(answer.predictive[row], energy)
+            predictive = answer.predictive[row]
             inside, outside = mask[row : row + 1] == 0, mask[row : row + 1] == 1
-            confidence = one.predictive.confidence[outside]
+            confidence = predictive.confidence[outside]
             bins = bins.merge(CalibrationBins(*bin_sums(confidence, torch.zeros_like(confidence), len(bins.counts))))
             for each, ranking in rankings.items():
-                value = pixel_score(one, each)
+                if each == "energy" and answer.energy is not None:
+                    value = answer.energy[:, row : row + 1].mean(0)
+                else:
+                    value = CLASS_UNCERTAINTY[each](predictive)
                 ranking.update(value[inside], value[outside])
         return rankings, bins, classes
 
@@ -264,10 +265,3 @@ def ranking_numbers(
             found |= {f"{place}/{key}": value for key, value in numbers.items()}
             arrays |= {f"{place}/{key}": values for key, values in of_images.items()}
     return found, arrays
-
-
-def pixel_score(answer: Answer, score: str) -> Tensor:
-    """(B, H, W) OOD score of every pixel, higher = more foreign."""
-    if score == "energy" and answer.energy is not None:
-        return answer.energy.mean(0)
-    return CLASS_UNCERTAINTY[score](answer.predictive)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def path(
     """
     anchors = Anchors(posterior, members, loader, statistics)
     t = torch.linspace(0, 1, integer("points", points, least=2), dtype=torch.float64)
-    return Path(t, *anchors.losses(torch.stack([1 - t, t], -1), together=together).reshape(len(t)))
+    return Path(t, *anchors.losses(torch.stack([1 - t, t], -1), together=together))
 
 
 def curve(
@@ -102,7 +102,7 @@ def curve(
     epochs, lr, generator = integer("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed)
     anchors.append(train_midpoint(anchors, epochs, lr, generator))
     coefficients = torch.stack([(1 - t) ** 2, t**2, 2 * t * (1 - t)], -1)
-    return Path(t, *anchors.losses(coefficients, together=together).reshape(len(t)))
+    return Path(t, *anchors.losses(coefficients, together=together))
 
 
 def train_midpoint(anchors: Anchors, epochs: int, lr: float, generator: torch.Generator) -> Tensors:
@@ -186,14 +186,14 @@ def plane(
     around = round(number("margin", margin, least=0) * integer("steps", steps))
     line = torch.arange(-around, steps + around + 1, dtype=torch.float64) / steps
     a, b = torch.meshgrid(line, line, indexing="ij")
-    found = anchors.losses(torch.stack([1 - a - b, a, b], -1).flatten(0, 1), together=together)
+    found = anchors.losses(torch.stack([1 - a - b, a, b], -1), together=together)
     offsets = anchors.flat_weights()[1:] - anchors.flat_weights()[0]  # (2, P)
     length = offsets[0].norm()
     along = offsets[1] @ offsets[0] / length
     across = (offsets[1] - along * offsets[0] / length).norm()
     frame = torch.tensor([[float(length), 0.0], [float(along), float(across)]], dtype=torch.float64)
     marks = {str(member): at for member, at in zip(members, ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)), strict=True)}
-    return Surface(line, line, *found.reshape(len(line), len(line)), marks, frame)
+    return Surface(line, line, *found, marks, frame)
 
 
 def directions(
@@ -231,17 +231,9 @@ def directions(
     half = points // 2
     line = number("reach", reach, above=0) * torch.arange(-half, half + 1, dtype=torch.float64) / max(half, 1)
     a, b = torch.meshgrid(line, line, indexing="ij")
-    found = anchors.losses(torch.stack([torch.ones_like(a), a, b], -1).flatten(0, 1), together=together)
+    found = anchors.losses(torch.stack([torch.ones_like(a), a, b], -1), together=together)
     at_member, axes = {str(member): (0.0, 0.0)}, torch.eye(2, dtype=torch.float64)
-    return Surface(line, line, *found.reshape(points, points), at_member, axes)
-
-
-class Losses(NamedTuple):
-    loss: Tensor  # (N,)
-    accuracy: Tensor | None
-
-    def reshape(self, *shape: int) -> tuple[Tensor, Tensor | None]:
-        return self.loss.reshape(shape), None if self.accuracy is None else self.accuracy.reshape(shape)
+    return Surface(line, line, *found, at_member, axes)
 
 
 class Anchors:
@@ -293,9 +285,10 @@ class Anchors:
         return found
 
     @torch.no_grad()
-    def losses(self, coefficients: Tensor, *, together: int) -> Losses:
-        """Losses of points with these coefficients (N, K); `together`: how many run at once."""
+    def losses(self, points: Tensor, *, together: int) -> tuple[Tensor, Tensor | None]:
+        """(loss (...), accuracy (...) or None) of points with coefficients (..., K); `together`: how many run at once."""
         integer("together", together)
+        coefficients = points.flatten(0, -2)
         exact = ((coefficients == 0) | (coefficients == 1)).all(1) & (coefficients.sum(1) == 1)
         loss = torch.empty(len(coefficients), dtype=torch.float64)
         accuracy = torch.empty_like(loss)
@@ -308,7 +301,8 @@ class Anchors:
                 if not stored and self.statistics_batches is not None:
                     refresh_statistics(particles, self.statistics_batches, particles.device)
                 loss[some], accuracy[some] = self._measure_losses(particles)
-        return Losses(loss, None if accuracy.isnan().all() else accuracy)
+        shape = points.shape[:-1]
+        return loss.reshape(shape), None if accuracy.isnan().all() else accuracy.reshape(shape)
 
     def _write_points(self, particles: Particles, coefficients: Tensor) -> None:
         """Writes the points (S, K) into the particles, with the buffers of the nearest member."""

@@ -91,8 +91,7 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
     if kind == "gallery":
         return gallery_figure(arrays, evaluation.notes.get("classes", "").splitlines())
     if kind == "ood":
-        found = ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
-        title = f"AUROC: {found}"
+        title = "AUROC: " + ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
         return charts.ood_histogram(arrays[f"test{score}"], foreign, score=evaluation.score, title=title, colour=colour)
     panels = [
         charts.corruption_panel(
@@ -128,8 +127,7 @@ def line_figure(
             dots = {"color": INK, "linestyle": "none", "marker": ".", "markersize": 3, "alpha": 0.6}
             targets = np.asarray(seen[1]).reshape(len(seen[1]), -1)
             drawn.append(Curve(np.asarray(seen[0]).ravel(), targets[:, d], "data", dots))
-        name = f"y, output {d}" if mean.shape[1] > 1 else "y"
-        panels.append(Panel(drawn, {"xlabel": "x", "ylabel": name}))
+        panels.append(Panel(drawn, {"xlabel": "x", "ylabel": f"y, output {d}" if mean.shape[1] > 1 else "y"}))
     return curve_figure(panels, size=(4.6 * len(panels), 3.3))
 
 

@@ -117,10 +117,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
 
 
 def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: bool = False) -> Iterator[str]:
-    """Disagreements between arguments and the rows of tensors, as "NAME of …, got …"; empty if there are none.
-
-    `foreign`: the method is not the library's, so its tensors may have other names.
-    """
+    """Disagreements between arguments and the rows of tensors, as "NAME of …, got …"; `foreign`: of a user's method."""
     several = arguments.get("networks")
     for key, places in COUNTED.items():
         count = arguments.get(key)
@@ -130,8 +127,8 @@ def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, fore
             places = places[1:]  # the first counts networks
         held = {name: shape for name, shape in shapes.items() if key != "samples" or ".own." in name}
         counted = {name: (held[name], axis) for start, axis in places for name in held if name.startswith(start)}
-        if not counted and not foreign:
-            counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that is missing
+        if not counted and not foreign:  # a tensor is missing; those of a user's method may have other names
+            counted = {f"{places[0][0]}…": ((), places[0][1])}
         if key == "samples":
             functions = count * (several if type(several) is int else 1)
             wanted = f"a draw of {functions} functions (samples = {count})"

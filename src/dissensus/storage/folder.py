@@ -338,10 +338,7 @@ def read_members(
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
 ) -> Iterator[Posterior]:
-    """Yields one posterior per stored member, each read from the file when it is needed.
-
-    Yields the whole posterior once if its members are not plain stored networks, or if the method is your own.
-    """
+    """Yields one posterior per stored member, each read when it is needed; the whole one if members are no plain networks."""
     config, tensors = read_posterior(folder)
     tensors = add_base(config, tensors, network)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -400,10 +397,7 @@ def serialise_posterior(tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 
 
 def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config, name -> tensor) of a saved posterior, after checking the checksum.
-
-    The file is memory-mapped: tensors take memory only when they are copied.
-    """
+    """(config, name -> tensor) of a saved posterior, after checking the checksum; tensors take memory once copied."""
     path = folder / TENSORS
     if not path.is_file():
         raise FileNotFoundError(f"expected {path}, got no such file; pass a folder that save() wrote")

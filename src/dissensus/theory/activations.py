@@ -97,7 +97,13 @@ def coefficients(
     weighted = basis * basis[0]  # w_j h_k(x_j)
     found = tuple(each.detach() @ weighted.T for each in (value, factors[:, None] * slope, z * slope))
     for table in found:
-        _check_smooth(table, weights)
+        energy = (weights[:, None] * table.square()).sum(-2)
+        half = table.shape[-1] // 2
+        worst = float((energy[..., half:].sum(-1) / energy.sum(-1).clamp(min=1e-300)).max())
+        if not worst < TAIL:
+            got = f"a share {worst:.1e} of its expansion beyond degree {half}"
+            advice = "pass smaller weight variances, or 'relu' or 'leaky_relu', which have closed forms"
+            raise ValueError(f"expected a smooth activation, got {got}, above {TAIL:.0e}; {advice}")
     value, slope, product = found
     return value, slope, product
 
@@ -110,17 +116,6 @@ def sum_expansion(left: Tensor, right: Tensor, weights: Tensor, a: Tensor, b: Te
     for k in reversed(range(left.shape[-1])):
         total = total * rho + (weights * left[..., k] * right[..., k]).sum(-1)
     return total
-
-
-def _check_smooth(table: Tensor, weights: Tensor) -> None:
-    energy = (weights[:, None] * table.square()).sum(-2)
-    half = table.shape[-1] // 2
-    share = energy[..., half:].sum(-1) / energy.sum(-1).clamp(min=1e-300)
-    worst = float(share.max())
-    if not worst < TAIL:
-        got = f"a share {worst:.1e} of its expansion beyond degree {half}"
-        advice = "pass smaller weight variances, or 'relu' or 'leaky_relu', which have closed forms"
-        raise ValueError(f"expected a smooth activation, got {got}, above {TAIL:.0e}; {advice}")
 
 
 @lru_cache(maxsize=8)

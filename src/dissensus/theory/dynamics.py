@@ -110,22 +110,12 @@ class EnsembleLaw(NamedTuple):
 class EnsembleDynamics:
     """Predicted training of M members on x, y, evaluated at the points; made by `ensemble_dynamics`."""
 
-    def __init__(
-        self,
-        train: EmbeddedKernels,
-        towards: EmbeddedKernels,
-        points: EmbeddedKernels,
-        targets: Tensor,
-        *,
-        members: int,
-        gamma: float,
-    ) -> None:
+    def __init__(self, kernels: Sequence[EmbeddedKernels], targets: Tensor, *, members: int, gamma: float) -> None:
         self.members_count, self.gamma = members, gamma
-        self._targets = targets.to(torch.float64)
-        self._kernels = (train, towards, points)
+        self._targets, self._kernels = targets.to(torch.float64), kernels
+        train, towards, _ = kernels  # the third: of the points with themselves
         self._mean = FactorisedKernel(train.mean_mode(members, gamma), towards.mean_mode(members, gamma))
-        modes = (each.difference_mode(members, gamma) for each in (train, towards))
-        self._difference = FactorisedKernel(*modes)
+        self._difference = FactorisedKernel(*(k.difference_mode(members, gamma) for k in (train, towards)))
 
     @property
     def mean_eigenvalues(self) -> Tensor:
@@ -216,11 +206,10 @@ def ensemble_dynamics(
         raise ValueError(f"expected targets for {len(x)} inputs, got {tuple(y.shape)}; pass one row each")
     train = kernels(x, None)
     towards, own = (train, train) if points is None else (kernels(points, x), kernels(points, None))
-    return EnsembleDynamics(train, towards, own, y, members=members, gamma=gamma)
+    return EnsembleDynamics((train, towards, own), y, members=members, gamma=gamma)
 
 
 def _trained_variance(answers: Tensor, train: Tensor, towards: Tensor, points: Tensor) -> Tensor:
     """(T, n) diagonal of K − A K(X, ·) − (A K(X, ·))ᵀ + A K(X, X) Aᵀ."""
     crossed = torch.einsum("tnb,nb->tn", answers, towards)
-    square = torch.einsum("tnb,bc,tnc->tn", answers, train, answers)
-    return points.diagonal() - 2 * crossed + square
+    return points.diagonal() - 2 * crossed + torch.einsum("tnb,bc,tnc->tn", answers, train, answers)

@@ -71,8 +71,7 @@ def embedded_kernels(
     integer("depth", depth, hint="members differ only in hidden layers")
     phi = activation_of(activation)
     laws = list(zip(laws_of(u, depth, "u"), laws_of(v, depth, "v"), strict=True))
-    variance = variance_of("weight_variance", weight_variance)
-    bias = variance_of("bias_variance", bias_variance)
+    variance, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)
     inner, norm1, norm2 = input_moments(x1, x2)
     trained_bias = 1.0 if bias > 0 else 0.0
     a, b = (variance * norm + bias for norm in (norm1, norm2))  # K_d(x, x), K_d(x', x')

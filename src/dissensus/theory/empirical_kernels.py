@@ -202,8 +202,8 @@ def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[L
 Method = Literal["auto", "structured", "jacobian", "products"]
 Way = Callable[..., Tensor]
 PLAIN = partial(contraction, plain=True)
-_JACOBIAN: list[Way] = [contraction, PLAIN]
-WAYS: dict[str, list[Way]] = {"structured": [layerwise_kernel], "jacobian": _JACOBIAN, "products": [products]}
+WAYS: dict[str, list[Way]] = {"structured": [layerwise_kernel], "products": [products]}
+WAYS["jacobian"] = [contraction, PLAIN]
 _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
@@ -366,8 +366,7 @@ def ensemble_blocks(
         outputs = function({**weights, **each[0], **constant[0]}, x1[:1]).numel()
     size = next(iter(weights.values())).element_size()
     count = sum(p.numel() for p in weights.values()) + sum(p.numel() for p in each[0].values())
-    row = 3 * outputs * count * size
-    needed = members * (1 if x2 is None else 2) * max(len(x1), len(second)) * row
+    needed = members * (1 if x2 is None else 2) * max(len(x1), len(second)) * 3 * outputs * count * size
     result = (members + 1) * members * len(x1) * len(second) * outputs**2 * size
     check_budget(needed + result, memory, "gradients of all members and their kernel", "pass fewer inputs at a time")
 
@@ -410,8 +409,7 @@ def posterior_blocks(
 
     def outputs(params: Params, x: Tensor) -> Tensor:
         held = {**buffers, **{name: params[name] for name in particles.own_buffers()}}
-        weights = {name: tensor for name, tensor in params.items() if name not in held}
-        tensors = {**rest, **weights}
+        tensors = rest | {name: tensor for name, tensor in params.items() if name not in held}
         found: Tensor = particles.call(lambda member: batches.call_network(member.network, x), tensors, held)[0]
         return found
 

@@ -25,8 +25,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -173,26 +173,18 @@ def unavoidable_layers(network: nn.Module, layers: Sequence[str], followed: Trac
 
 def _is_traced(network: nn.Module, name: str) -> bool:
     """Whether the layer is called by a traced forward, not inside one of torch's layers."""
-    while name:
-        name = name.rpartition(".")[0]
-        part = network.get_submodule(name)
-        opened = isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-        if type(part).__module__.startswith("torch.nn") and not opened:
-            return False
-    return True
+    *parents, _ = accumulate(name.split("."), getattr, initial=network)
+    opened = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return all(isinstance(part, opened) or not type(part).__module__.startswith("torch.nn") for part in parents)
 
 
 def _reaches_inputs(outputs: list[fx.Node], without: set[fx.Node]) -> bool:
-    left, seen = list(outputs), set(without)
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        if node.op == "placeholder":
-            return True
-        seen.add(node)
-        left.extend(node.all_input_nodes)
-    return False
+    reached, seen = list(outputs), set(without)
+    for node in reached:  # which grows
+        if node not in seen:
+            seen.add(node)
+            reached += node.all_input_nodes
+    return any(node.op == "placeholder" for node in seen - without)
 
 
 def _has_unknown_weights(part: nn.Module) -> bool:
@@ -228,19 +220,18 @@ class MemberOutputs:
 
     def __call__(self, tensors: Tensors) -> Tensor:
         """Outputs (M, B, …), by vmap if members can be vectorised."""
-        found: Tensor = self.particles.run(self._member_function(tensors), self._rows(tensors), self.particles.members)
+        found: Tensor = self.particles.run(*self._function_of_rows(tensors), self.particles.members)
         return found
 
     def member(self, tensors: Tensors, m: int) -> Tensor:
         """Outputs (B, …) of member m."""
-        return self._member_function(tensors)(self._rows(tensors).member_row(m))
+        function, rows = self._function_of_rows(tensors)
+        return function(rows.member_row(m))
 
-    def _rows(self, tensors: Tensors) -> Rows:
-        own = {name: tensor for name, tensor in tensors.items() if name not in self.shared}
-        return Rows({**self.fixed_own, **own}, self.particles.own_buffers(), {})
-
-    def _member_function(self, tensors: Tensors) -> Callable[[Rows], Tensor]:
+    def _function_of_rows(self, tensors: Tensors) -> tuple[Callable[[Rows], Tensor], Rows]:
+        """(a function of one member's rows that returns its outputs, the rows of all members)."""
         shared = {**self.fixed, **{name: tensors[name] for name in self.shared}}
+        own = {name: tensor for name, tensor in tensors.items() if name not in self.shared}
 
         def one(row: Rows) -> Tensor:
             buffers = {**self.particles.shared_buffers(), **row.buffers}
@@ -248,7 +239,7 @@ class MemberOutputs:
             found: Tensor = outputs[0]
             return found
 
-        return one
+        return one, Rows({**self.fixed_own, **own}, self.particles.own_buffers(), {})
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -277,7 +268,8 @@ def largest_rate(outputs: MemberOutputs, y: Tensor | None = None) -> float | Non
         if curved is None:
             return None
         limit = 2 / curved if curved else math.inf
-        vector = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=_generator(f.device))
+        generator = torch.Generator(f.device).manual_seed(0)  # the same numbers for the same posterior
+        vector = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
 
         def eigenvalue(weights: float, factors: float) -> float:
             nonlocal vector
@@ -319,7 +311,7 @@ def overlap(outputs: MemberOutputs) -> float:
         for m in range(members):
             f, back = torch.func.vjp(lambda w, m=m: outputs.member({**outputs.tensors, **w}, m), shared)[:2]
             backs.append(back)
-        generator = _generator(f.device)
+        generator = torch.Generator(f.device).manual_seed(0)
         for _ in range(PROBES):
             probe = torch.randint(2, f.shape, device=f.device, generator=generator).to(f.dtype) * 2 - 1
             total: Tensors = {}
@@ -384,14 +376,8 @@ def _lanczos(outputs: MemberOutputs, back: Any, rates: dict[str, float], start: 
             break
         betas.append(size)
         vector = moved / size
-    weights = vectors[:, -1].tolist()
-    found = sum((w * each for w, each in zip(weights, basis, strict=True)), torch.zeros_like(start))
-    return value, found
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """A generator with a fixed seed: the same posterior gives the same numbers, and global random states do not change."""
-    return torch.Generator(device).manual_seed(0)
+    parts = (share * each for share, each in zip(vectors[:, -1].tolist(), basis, strict=True))
+    return value, sum(parts, torch.zeros_like(start))
 
 
 RegimeKind = Literal["independent", "between", "collective"]
@@ -482,8 +468,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     if modulations is None:
         got = type(posterior).__name__
         raise TypeError(f"expected an embedded ensemble, got {got}; pass a BatchEnsemble or a DropoutEnsemble")
-    embedded: Any = posterior
-    members, gamma = posterior.particles.members, float(embedded.gamma)
+    members, gamma = posterior.particles.members, float(cast(Any, posterior).gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
     links = chain(posterior, modulations) if members > 1 else []
     factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]

@@ -129,8 +129,7 @@ def _window_sum(
             parts.append((slice(low, high), slice(start, start + stride * (high - low - 1) + 1, stride)))
     whole = next((part for part in parts if part[0] == slice(0, count)), None)
     if whole is None:
-        shape = [count if axis in axes else n for axis, n in enumerate(moment.shape)]
-        total = moment.new_zeros(shape)
+        total = moment.new_zeros([count if axis in axes else n for axis, n in enumerate(moment.shape)])
     else:
         parts.remove(whole)
         total = moment[_axis_slices(axes, whole[1])] * share
@@ -238,8 +237,7 @@ def kernel(
     own = _own_variances(steps, first, law, layout, max(1, memory // each))
     others = own if second is first else _own_variances(steps, second, law, layout, max(1, memory // each))
     # Blocks that stay in a processor's cache, except where activations expand functions for every block.
-    expands = any(map(is_expanded, network.modules()))
-    budget = memory if expands or first.is_cuda else min(memory, CACHE)
+    budget = memory if first.is_cuda or any(map(is_expanded, network.modules())) else min(memory, CACHE)
     rows = min(len(first), max(1, math.isqrt(budget // each)))
     columns = rows if second is first else max(1, budget // (each * rows))
     nngp, ntk = first.new_empty(2, len(first), len(second))
@@ -248,8 +246,7 @@ def kernel(
             here, there = slice(i, i + rows), slice(j, j + columns)
             left = [variances[..., here] for variances in own]
             right = left if second is first and i == j else [variances[..., there] for variances in others]
-            cross = input_covariance(first[here], second[there], layout)
-            inputs = UnitMoments(cross, None, layout, left, right)
+            inputs = UnitMoments(input_covariance(first[here], second[there], layout), None, layout, left, right)
             units = _output_moments(_propagate(steps, inputs, law, width=first.shape[1]))
             nngp[here, there], ntk[here, there] = units.cross, 0.0 if units.tangent is None else units.tangent
             if second is first and i != j:
