@@ -115,21 +115,16 @@ def split_by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]
 
 def use_latents(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> AbstractContextManager[None]:
     """Inside, these layers multiply by these latents."""
-    return use_layer_latents([network.get_submodule(name) for name in nodes], nodes.values())
-
-
-def use_layer_latents(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
-    """`use_latents` for layer objects; `nodes` may also be kernels or spreads."""
-    return _set_temporarily(layers, "nodes", nodes)
+    return set_temporarily([network.get_submodule(name) for name in nodes], "nodes", nodes.values())
 
 
 def record_outputs(layers: Sequence[NodeLayer]) -> AbstractContextManager[None]:
     """Inside, the layers collect their outputs for batches with latents per example in `seen`, empty at first."""
-    return _set_temporarily(layers, "seen", [[] for _ in layers])
+    return set_temporarily(layers, "seen", [[] for _ in layers])
 
 
 @contextmanager
-def _set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
+def set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
     """Inside, the layers have these values of an attribute; afterwards that of their class."""
     for layer, value in zip(layers, values, strict=True):
         vars(layer)[attribute] = value  # avoids nn.Module.__setattr__, which costs as much as a kernel launch

@@ -280,9 +280,8 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
         for name, rate in sites.items():
             hook(name, modules[name], rate)
         # The fast path of attention calls no submodule.
-        attention = (
-            plain_attention() if any(isinstance(each, ATTENTION) for each in modules.values()) else nullcontext()
-        )
+        attends = any(isinstance(each, ATTENTION) for each in modules.values())
+        attention = plain_attention() if attends else nullcontext()
         with attention, functional_dropout(change_next) if modes else nullcontext():
             yield
     finally:

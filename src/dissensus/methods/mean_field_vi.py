@@ -27,7 +27,7 @@ from dissensus.core.prior import GaussianPrior, PriorKeywords, make_prior, names
 from dissensus.core.trainable import annealing_weight
 from dissensus.layers.conversion import ConversionReport, convert_layer, convertible_copy, restore_plain_layers
 from dissensus.layers.factored import Kernel, can_take_kernel, features
-from dissensus.layers.nodes import NodeLayer, record_outputs, use_layer_latents
+from dissensus.layers.nodes import NodeLayer, record_outputs, set_temporarily
 from dissensus.methods.parts.node_latents import inverse_softplus, repeat_inputs
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -117,7 +117,7 @@ class MeanFieldVI(SamplingPosterior):
             spreads = [_layer_spread(layer, params, std, noise) for layer in self._layers]
 
             def nll(member: Member, spreads: list[WeightSpread] = spreads) -> Tensor:
-                with use_layer_latents([member.network.get_submodule(name) for name in self._layers], spreads):
+                with set_temporarily([member.network.get_submodule(name) for name in self._layers], "nodes", spreads):
                     return member.nll(batch)
 
             value, buffers = self.particles.call(nll, drawn, buffers)

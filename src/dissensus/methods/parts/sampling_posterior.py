@@ -214,8 +214,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         for i, size in enumerate(sizes):
             network = i * members // len(sizes)  # every network has the same number of parts
             some = {name: rows[:, :size] for name, rows in blank.items()}
-            family = self._make_family(some, slice(network, network + 1), apart=True)
-            parts.append(family.to("cpu"))
+            parts.append(self._make_family(some, slice(network, network + 1), apart=True).to("cpu"))
         return Families(parts, parts=True)
 
 
@@ -255,8 +254,8 @@ class SampledFunctions(DrawnFunctions):
         self.members, self.training = particles.members, False
 
     def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
-        particles = self.particles
-        particles = particles if particles.device == self.device else copy_to_device(particles, self.device)
+        here = self.particles.device == self.device
+        particles = self.particles if here else copy_to_device(self.particles, self.device)
         with self.particles.lock_network(), eval_mode(particles, particles.template):
             return particles.map_members(function, *args)
 
@@ -282,14 +281,14 @@ def stack_networks(draw: Callable[[int], Tensors], members: int) -> Tensors:
 class RecordingPosterior(SamplingPosterior):
     """Base class of methods that record the weights during training and sample from the record.
 
-    A subclass builds its `recorder` on `self.recorded`:
+    A subclass builds its `recorder` on `self.recorded_weights`:
 
         class Mine(RecordingPosterior):
             name = "mine"
 
             def __init__(self, networks, *, samples=20, **prior):
                 super().__init__(networks, samples=samples, **prior)
-                self.recorder = MyRecorder(self.recorded)
+                self.recorder = MyRecorder(self.recorded_weights)
 
     Args:
         networks: one module, not copied, or a list of M.
