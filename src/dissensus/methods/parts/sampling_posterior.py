@@ -278,6 +278,11 @@ def stack_networks(draw: Callable[[int], Tensors], members: int) -> Tensors:
     return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
 
+def sample_normal(samples: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """(S, ...) standard normal numbers of the shape, dtype and device of `like`."""
+    return torch.randn(samples, *like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
 class RecordingPosterior(SamplingPosterior):
     """Base class of methods that record the weights during training and sample from the record.
 
