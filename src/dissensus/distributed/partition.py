@@ -124,16 +124,19 @@ class TrainingPartition:
 
     @contextmanager
     def local_state(self, optimizer: Optimizer, batch: Batch) -> Iterator[None]:
-        """Inside, particles, recorders and chains of the optimiser are those that lie here; afterwards all have all again.
-
-        `batch`: the first one, which must be the same in processes that read whole batches.
-        """
+        """Inside, particles, recorders and chains are those that lie here; afterwards all again. `batch`: the first one."""
         if self.mesh is None:
             yield
             return
         self._check_first_batch(batch)
-        chains = getattr(optimizer, "generators", [])
-        self._take_local_members(optimizer, chains)
+        chains, here = getattr(optimizer, "generators", []), self.member_slice
+        for tensor, axis in self._member_tensors():
+            self._full_tensors.append((tensor, tensor.data, axis))
+            tensor.data = tensor.data.narrow(axis, here.start, here.stop - here.start).clone()
+        if self._full_tensors:
+            self.particles.members = here.stop - here.start
+            if len(chains) == self.members:
+                optimizer.generators = chains[here]  # type: ignore[attr-defined]
         between, self.particles.exchange = self.particles.exchange, self.exchange
         try:
             yield
@@ -164,17 +167,6 @@ class TrainingPartition:
         if self.mesh.data.size > 1 and not self._began:
             check_independent_rows(self.posterior, batch)
         self._began = True
-
-    def _take_local_members(self, optimizer: Optimizer, chains: list[Any]) -> None:
-        """Leaves of all tensors with a member axis, and of the optimiser's chains, what lies here."""
-        here = self.member_slice
-        for tensor, axis in self._member_tensors():
-            self._full_tensors.append((tensor, tensor.data, axis))
-            tensor.data = tensor.data.narrow(axis, here.start, here.stop - here.start).clone()
-        if self._full_tensors:
-            self.particles.members = here.stop - here.start
-            if len(chains) == self.members:
-                optimizer.generators = chains[here]  # type: ignore[attr-defined]
 
     def _member_tensors(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""

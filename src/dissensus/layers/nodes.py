@@ -77,10 +77,7 @@ class NodeNetwork(NamedTuple):
 def add_node_latents(
     network: nn.Module, mode: Mode, *, bias: bool = False, layers: Sequence[str] | None = None
 ) -> NodeNetwork:
-    """The network with latents on the input nodes, output nodes or both of its linear and convolutional layers.
-
-    `bias`: also a scalar latent on each layer's bias, as in iBNN. `layers`: name patterns; None is all.
-    """
+    """The network with latents on the nodes of its linear and convolutional layers; arguments as in `NodeBNN`."""
     one_of("mode", mode, MODES)
     copied, found, account = conversion.convertible_copy(network, layers=layers)
     followed = trace_calls(copied, list(found))

@@ -111,7 +111,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
     that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
     first = detached_state(posterior).member(0)
-    stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
+    stored = posterior.particles.parameters_by_name()
     floating = {name: tensor.detach() for name, tensor in first.parameters().items() if tensor.is_floating_point()}
     params = {name: tensor.requires_grad_(stored[name].requires_grad) for name, tensor in floating.items()}
 

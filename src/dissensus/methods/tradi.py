@@ -420,13 +420,10 @@ class _FilterState:
         weights: list[Tensor],
         moved: list[_GroupGradients],
         *gains: float,
-        skipped: Tensor | None = None,
+        skipped: Tensor | None = None,  # () above 0 if the step was skipped; None looks at the gradients
         on: str = "cuda",
     ) -> bool:
-        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot.
-
-        `skipped`: () above 0 if the step was skipped; None looks at the gradients.
-        """
+        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot."""
         if self.mean.flat.device.type != on or self.mean.flat.dtype != torch.float32:
             return False
         still = set(range(len(weights))).difference(*(each.at for each in moved))

@@ -147,7 +147,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return (mean[None], std[None]) if mean.ndim == 2 else (mean, std)
 
     def _latent_parameters(self) -> Tensors:
-        stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
+        stored = self.particles.parameters_by_name()
         return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
 
     def groups(self) -> list[Group]:

@@ -219,10 +219,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
 
 
 class Families(nn.ModuleList):
-    """Particles of drawn functions, in order: one family for all functions, one per network, or several per network.
-
-    With several per network they stay in the host's memory, because the draw does not fit on the posterior's device.
-    """
+    """Particles of drawn functions, in order: one for all, one per network, or (`parts`) several of each, on the host."""
 
     def __init__(self, families: Iterable[Particles], *, parts: bool = False) -> None:
         super().__init__(families)
