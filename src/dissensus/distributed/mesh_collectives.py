@@ -43,7 +43,7 @@ class LocalBatch(NamedTuple):
 
 
 class MeshExchange(Exchange):
-    """The exchanges of one posterior in training. `taken` is set for every batch; `mine`: which of the M members lie here."""
+    """The exchanges of one posterior in training. `local_batch` is set for every batch."""
 
     def __init__(self, mesh: Mesh, posterior: Posterior) -> None:
         self.mesh, self.posterior = mesh, posterior

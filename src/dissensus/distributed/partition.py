@@ -62,23 +62,17 @@ def partition_training(
 
 
 class TrainingPartition:
-    """A posterior's training on one process, or divided over a mesh, the same in every process.
-
-    Attributes:
-        is_first: whether this process writes and prints.
-        active_mesh: the mesh, where there are several processes.
-        member_slice: which members lie here.
-        loader_count: how many ranks' batches make a whole one.
-    """
+    """A posterior's training on one process, or divided over a mesh, the same in every process."""
 
     def __init__(self, posterior: Posterior, loader: Loader, mesh: Mesh | None = None) -> None:
         self.posterior, self.particles, self.loader = posterior, posterior.particles, loader
         self.mesh: Any = mesh  # None on one process, as is the exchange
         self.exchange: Any = None
-        self.is_first, self.active_mesh = True, mesh if mesh is not None and mesh.size > 1 else None
-        self.members, self.member_slice = self.particles.members, slice(None)
+        self.is_first = True  # whether this process writes and prints
+        self.active_mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self.members, self.member_slice = self.particles.members, slice(None)  # M, which of them lie here
         self.splits_members = self.reads_parts = False  # reads_parts: whether the loader gives this rank's rows alone
-        self.loader_count = 1
+        self.loader_count = 1  # how many ranks' batches make a whole one
         self._part: tuple[int, slice] | None = None  # (rows of the last batch, which were read), where not all were
         self._began = False
         self._sizes: set[int] = set()  # of parts

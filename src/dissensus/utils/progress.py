@@ -31,7 +31,7 @@ logging.getLogger("dissensus").addFilter(lambda record: is_reporting_process())
 
 
 class Progress:
-    """`step()` after every batch, `epoch(text)` after every epoch; used as a context manager."""
+    """`step()` after every batch, `end_epoch(number, text)` after every epoch; used as a context manager."""
 
     def __init__(self, epochs: int, steps_per_epoch: int | None = None, *, title: str, show: bool | str) -> None:
         """`show`: whether to show progress, or a title to show instead of `title`."""

@@ -39,9 +39,7 @@ MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every
 class NodePosterior(StoringPosterior, NetworksPosterior):
     """Base class: a network whose nodes are multiplied by latents z ~ q, a mixture of K components; weights are points.
 
-        loss = mean over examples and samples of −log p(y | x, z) + β [H[q, p] − T Ĥ[q]] / N
-
-    Subclasses set their KL term, `complexity`.
+    The loss is that of `NodeBNN`; subclasses set its KL term, `complexity`.
     """
 
     networks_taken = "any"
