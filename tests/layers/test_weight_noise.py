@@ -6,7 +6,7 @@ from torch import nn
 
 from dissensus.layers.conversion import convert_layer
 from dissensus.layers.factored import Kernel
-from dissensus.layers.nodes import use_layer_latents
+from dissensus.layers.nodes import set_temporarily
 from dissensus.methods.mean_field_vi import PerturbedLayer, WeightSpread, perturbed_copy
 
 DRAWS = 4_000
@@ -53,7 +53,7 @@ def drawn(make, shape, *, only=None):
             (given.get("weight"), given.get("bias")),
             (noise.get("weight"), noise.get("bias")),
         )
-        with use_layer_latents([noisy], [spread]):
+        with set_temporarily([noisy], "nodes", [spread]):
             return noisy(x).flatten(1)
 
     noise = {name: each * torch.randn(DRAWS, *each.shape, dtype=each.dtype) for name, each in given.items()}
@@ -98,9 +98,8 @@ def test_inputs_that_are_all_zero_have_finite_gradients():
     layer.known_as = ""
     std = torch.full((2, 3), 0.1, requires_grad=True)
     x = torch.zeros(4, 3, requires_grad=True)
-    with use_layer_latents(
-        [layer], [WeightSpread(Kernel(layer.weight, None), (std, None), (std * torch.randn(2, 3), None))]
-    ):
+    spread = WeightSpread(Kernel(layer.weight, None), (std, None), (std * torch.randn(2, 3), None))
+    with set_temporarily([layer], "nodes", [spread]):
         layer(x).square().sum().backward()
     assert bool(x.grad.isfinite().all())
     assert torch.equal(std.grad, torch.zeros(2, 3))

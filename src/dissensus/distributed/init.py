@@ -52,10 +52,7 @@ def host_group() -> distributed.ProcessGroup:
 
 
 def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:
-    """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be.
-
-    `seconds`: how long to look, since network file systems show a new file late.
-    """
+    """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be."""
     rank, name = distributed.get_rank(), [""]
     mark = folder / f".seen-{os.getpid()}-{time.time_ns()}"
     if rank == 0:
@@ -64,7 +61,7 @@ def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:
         name = [mark.name]
     try:
         run_collective(distributed.broadcast_object_list, name)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds  # network file systems show a new file late
         while not (seen := (folder / name[0]).exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
         found: list[tuple[bool, str]] = [(False, "")] * distributed.get_world_size()

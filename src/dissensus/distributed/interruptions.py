@@ -162,13 +162,11 @@ class HangDetector:
         hanging = silent or [rank for rank, sign in enumerate(signs) if sign is not None and not sign.is_waiting]
         speaker = next((rank for rank in range(self.size) if rank not in hanging), self.rank)
         if self.rank == speaker:
-            log.critical("%s", self._hang_message(signs, silent, hanging))
+            places = ["" if sign is None else f" on {sign.host}, at {sign.line}" for sign in signs]
+            each = "; ".join(f"rank {rank}{places[rank]}" for rank in (hanging or range(self.size)))
+            one = "gives no sign of life" if silent else "does not join the others"
+            what = one if hanging else "all wait for each other"
+            log.critical("after %g s of waiting: %s: %s", self.seconds, what, each)
         else:
             self.stop_event.wait(3 * self.pause)  # for it to be heard before torchrun ends all
         os._exit(STATUS)
-
-    def _hang_message(self, signs: list[Heartbeat | None], silent: list[int], hanging: list[int]) -> str:
-        places = ["" if sign is None else f" on {sign.host}, at {sign.line}" for sign in signs]
-        each = "; ".join(f"rank {rank}{places[rank]}" for rank in (hanging or range(self.size)))
-        what = "gives no sign of life" if silent else "does not join the others"
-        return f"after {self.seconds:g} s of waiting: {f'{what}: {each}' if hanging else f'all wait for each other: {each}'}"

@@ -353,12 +353,10 @@ def part_slice(count: int, rank: int, size: int) -> slice:
 
 
 class MeshFunctionPartition(FunctionPartition):
-    """Of drawn functions those that run here while ranks share a batch (`work`); at other times all.
-
-    `most`: how many ranks may share them. `apart()`: whether functions that run without the others are the same functions.
-    """
+    """Of drawn functions those that run here while ranks share a batch (`run_shared`); at other times all."""
 
     def __init__(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> None:
+        """`apart()`: whether functions that run without the others are the same functions."""
         super().__init__(drawn)
         self.device, self.is_separable = device, apart
         together = any(hasattr(each, "full_tensor") for each in (*drawn.parameters(), *drawn.buffers()))

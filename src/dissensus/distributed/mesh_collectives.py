@@ -43,7 +43,7 @@ class LocalBatch(NamedTuple):
 
 
 class MeshExchange(Exchange):
-    """The exchanges of one posterior in training. `taken` is set for every batch; `mine`: which of the M members lie here."""
+    """The exchanges of one posterior in training. `local_batch` is set for every batch."""
 
     def __init__(self, mesh: Mesh, posterior: Posterior) -> None:
         self.mesh, self.posterior = mesh, posterior
@@ -133,25 +133,21 @@ class MeshExchange(Exchange):
 
     @contextmanager
     def loop_context(self) -> Iterator[None]:
+        noise = (
+            self._noise if self.splits_members else None
+        )  # of members that lie elsewhere it is drawn before and after
         try:
-            with self._draw_for_others():
-                yield
+            if noise is not None:
+                noise.paused = True  # all at once may have failed, whose draws were others
+                noise.draws, noise.members, noise.position = self._find_plan(at_once=False)[0], None, 0
+                noise.draw_for_others(self.member_slice.start)
+            yield
+            if noise is not None:
+                noise.draw_for_others(self.members - self.member_slice.stop)
         finally:
             for work in self._pending_sums:
                 work.wait()
             self._sums_begun, self._pending_sums = bool(self._pending_sums), []
-
-    @contextmanager
-    def _draw_for_others(self) -> Iterator[None]:
-        """Before and after, the noise of members that lie elsewhere is drawn."""
-        if self._noise is None or not self.splits_members:
-            yield
-            return
-        self._noise.paused = True  # all at once may have failed, whose draws were others
-        self._noise.draws, self._noise.members, self._noise.position = self._find_plan(at_once=False)[0], None, 0
-        self._noise.draw_for_others(self.member_slice.start)
-        yield
-        self._noise.draw_for_others(self.members - self.member_slice.stop)
 
     def couple_members(self, couple: Callable[[Any], Any], z: Any) -> Any:
         leaves, form = pytree.tree_flatten(z)

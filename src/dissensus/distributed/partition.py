@@ -62,23 +62,17 @@ def partition_training(
 
 
 class TrainingPartition:
-    """A posterior's training on one process, or divided over a mesh, the same in every process.
-
-    Attributes:
-        is_first: whether this process writes and prints.
-        active_mesh: the mesh, where there are several processes.
-        member_slice: which members lie here.
-        loader_count: how many ranks' batches make a whole one.
-    """
+    """A posterior's training on one process, or divided over a mesh, the same in every process."""
 
     def __init__(self, posterior: Posterior, loader: Loader, mesh: Mesh | None = None) -> None:
         self.posterior, self.particles, self.loader = posterior, posterior.particles, loader
         self.mesh: Any = mesh  # None on one process, as is the exchange
         self.exchange: Any = None
-        self.is_first, self.active_mesh = True, mesh if mesh is not None and mesh.size > 1 else None
-        self.members, self.member_slice = self.particles.members, slice(None)
+        self.is_first = True  # whether this process writes and prints
+        self.active_mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self.members, self.member_slice = self.particles.members, slice(None)  # M, which of them lie here
         self.splits_members = self.reads_parts = False  # reads_parts: whether the loader gives this rank's rows alone
-        self.loader_count = 1
+        self.loader_count = 1  # how many ranks' batches make a whole one
         self._part: tuple[int, slice] | None = None  # (rows of the last batch, which were read), where not all were
         self._began = False
         self._sizes: set[int] = set()  # of parts
@@ -124,16 +118,19 @@ class TrainingPartition:
 
     @contextmanager
     def local_state(self, optimizer: Optimizer, batch: Batch) -> Iterator[None]:
-        """Inside, particles, recorders and chains of the optimiser are those that lie here; afterwards all have all again.
-
-        `batch`: the first one, which must be the same in processes that read whole batches.
-        """
+        """Inside, particles, recorders and chains are those that lie here; afterwards all again. `batch`: the first one."""
         if self.mesh is None:
             yield
             return
         self._check_first_batch(batch)
-        chains = getattr(optimizer, "generators", [])
-        self._take_local_members(optimizer, chains)
+        chains, here = getattr(optimizer, "generators", []), self.member_slice
+        for tensor, axis in self._member_tensors():
+            self._full_tensors.append((tensor, tensor.data, axis))
+            tensor.data = tensor.data.narrow(axis, here.start, here.stop - here.start).clone()
+        if self._full_tensors:
+            self.particles.members = here.stop - here.start
+            if len(chains) == self.members:
+                optimizer.generators = chains[here]  # type: ignore[attr-defined]
         between, self.particles.exchange = self.particles.exchange, self.exchange
         try:
             yield
@@ -164,17 +161,6 @@ class TrainingPartition:
         if self.mesh.data.size > 1 and not self._began:
             check_independent_rows(self.posterior, batch)
         self._began = True
-
-    def _take_local_members(self, optimizer: Optimizer, chains: list[Any]) -> None:
-        """Leaves of all tensors with a member axis, and of the optimiser's chains, what lies here."""
-        here = self.member_slice
-        for tensor, axis in self._member_tensors():
-            self._full_tensors.append((tensor, tensor.data, axis))
-            tensor.data = tensor.data.narrow(axis, here.start, here.stop - here.start).clone()
-        if self._full_tensors:
-            self.particles.members = here.stop - here.start
-            if len(chains) == self.members:
-                optimizer.generators = chains[here]  # type: ignore[attr-defined]
 
     def _member_tensors(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""

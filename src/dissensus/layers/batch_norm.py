@@ -14,6 +14,7 @@ from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.utils.batch_norm_names import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_modes import eval_mode
 from dissensus.utils.torch_private import is_transformed, keep_signature
 
 
@@ -78,20 +79,15 @@ def _average_over_calls(seen: dict[nn.Module, int], size: int) -> Iterator[None]
 @contextmanager
 def statistics_mode(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
     """Only these layers in training mode; modes and momenta are restored afterwards."""
-    template = particles.template
-    modes = {part: part.training for part in template.modules()}
     momenta = {layer: layer.momentum for layer in layers.values()}
-    try:
-        template.eval()
-        template.training = True  # only the outer module, which then returns its buffers
-        for layer in layers.values():
-            layer.training = True
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-        for layer, momentum in momenta.items():
-            layer.momentum = momentum
+    with eval_mode(particles.template):
+        for part in (particles.template, *layers.values()):  # the template alone, which then returns its buffers
+            part.training = True
+        try:
+            yield
+        finally:
+            for layer, momentum in momenta.items():
+                layer.momentum = momentum
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

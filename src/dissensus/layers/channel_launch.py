@@ -37,17 +37,12 @@ def channel_layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
         return None
     if find_triton() is None or (x.dtype is torch.bfloat16 and not takes_bfloat16(x.device)):
         return None
-    if channels_last:
-        found = Layout(len(x), x.shape[-1], x[0, ..., 0].numel(), True) if x.is_contiguous() else None
-    elif x.is_contiguous():
-        found = Layout(len(x), x.shape[1], x[0, 0].numel(), False)
-    elif x.movedim(1, -1).is_contiguous():
-        found = Layout(len(x), x.shape[1], x[0, 0].numel(), True)
-    else:
-        found = None
-    if found is None or found.examples * (-(-found.channels // 128) if found.innermost else found.channels) < FEWEST:
+    innermost, by_place = channels_last or not x.is_contiguous(), x if channels_last else x.movedim(1, -1)
+    if innermost and not by_place.is_contiguous():
         return None
-    return found
+    found = Layout(len(x), by_place.shape[-1], by_place[0, ..., 0].numel(), innermost)
+    programs = found.examples * (-(-found.channels // 128) if innermost else found.channels)
+    return None if programs < FEWEST else found
 
 
 def match_layout(g: Tensor, y: Tensor) -> Tensor:

@@ -140,7 +140,13 @@ def convertible_copy(
     """(a copy of the network with its ties, its `convertible_layers`, an account of the others), to be converted."""
     check_initialised(network)
     check_copyable(network)
-    copied = _deep_copy(network)
+    try:
+        with network_lock(network):
+            copied = copy.deepcopy(network)  # with ties and hooks
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        got = f"{type(network).__name__} ({first_line(error)})"
+        hint = "remove old-style weight norm, or what else makes copy.deepcopy fail"
+        raise ValueError(f"expected a network that can be copied, got {got}; {hint}") from error
     found, account = convertible_layers(copied, layers=layers, needed=needed)
     _switch_fast_paths(copied, off=True)
     return copied, found, account
@@ -190,17 +196,6 @@ def _restore_plain_layer(layer: ConvertedLayer) -> None:
     for name in added:
         if hasattr(layer, name):
             delattr(layer, name)
-
-
-def _deep_copy(network: nn.Module) -> nn.Module:
-    """A deep copy that keeps ties and hooks."""
-    try:
-        with network_lock(network):
-            return copy.deepcopy(network)
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-        got = f"{type(network).__name__} ({first_line(error)})"
-        hint = "remove old-style weight norm, or what else makes copy.deepcopy fail"
-        raise ValueError(f"expected a network that can be copied, got {got}; {hint}") from error
 
 
 def _skip_reasons(network: nn.Module) -> dict[str, str]:

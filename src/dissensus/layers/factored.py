@@ -115,7 +115,7 @@ class FactoredLayer(ConvertedLayer):
         each = given is not None and given.ndim > 1  # whether every example has its own
         if not (each or self.members_at_once or isinstance(self, DENSE)):
             return self._with_kernel(folded_kernel(self, factors), input, *args, **keywords)
-        # The short backward pass of `scaled` reads the product, which must be unchanged, and has no gradient for a factor of
+        # `scale_channels` has a short backward pass, which reads the unchanged product and has no gradient for a factor of
         # 0: so it is used for factors per example, which are random numbers, and not for factors shared by all examples.
         if before is not None:
             across = self._broadcast_factors(before, input)

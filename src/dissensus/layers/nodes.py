@@ -77,10 +77,7 @@ class NodeNetwork(NamedTuple):
 def add_node_latents(
     network: nn.Module, mode: Mode, *, bias: bool = False, layers: Sequence[str] | None = None
 ) -> NodeNetwork:
-    """The network with latents on the input nodes, output nodes or both of its linear and convolutional layers.
-
-    `bias`: also a scalar latent on each layer's bias, as in iBNN. `layers`: name patterns; None is all.
-    """
+    """The network with latents on the nodes of its linear and convolutional layers; arguments as in `NodeBNN`."""
     one_of("mode", mode, MODES)
     copied, found, account = conversion.convertible_copy(network, layers=layers)
     followed = trace_calls(copied, list(found))
@@ -115,21 +112,16 @@ def split_by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]
 
 def use_latents(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> AbstractContextManager[None]:
     """Inside, these layers multiply by these latents."""
-    return use_layer_latents([network.get_submodule(name) for name in nodes], nodes.values())
-
-
-def use_layer_latents(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
-    """`use_latents` for layer objects; `nodes` may also be kernels or spreads."""
-    return _set_temporarily(layers, "nodes", nodes)
+    return set_temporarily([network.get_submodule(name) for name in nodes], "nodes", nodes.values())
 
 
 def record_outputs(layers: Sequence[NodeLayer]) -> AbstractContextManager[None]:
     """Inside, the layers collect their outputs for batches with latents per example in `seen`, empty at first."""
-    return _set_temporarily(layers, "seen", [[] for _ in layers])
+    return set_temporarily(layers, "seen", [[] for _ in layers])
 
 
 @contextmanager
-def _set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
+def set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
     """Inside, the layers have these values of an attribute; afterwards that of their class."""
     for layer, value in zip(layers, values, strict=True):
         vars(layer)[attribute] = value  # avoids nn.Module.__setattr__, which costs as much as a kernel launch

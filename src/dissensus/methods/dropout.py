@@ -255,10 +255,7 @@ def is_drop_path(part: nn.Module) -> bool:
 
 @contextmanager
 def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change) -> Iterator[None]:
-    """Inside, tensors at sites are changed: outputs of modules that drop, inputs of weight layers, and functional dropout.
-
-    Modules with functional dropout are in training mode inside; their submodules keep their own mode.
-    """
+    """Inside, tensors at sites are changed: outputs of modules that drop, inputs of weight layers, and functional dropout."""
     calls: Counter[str] = Counter()
     modules = {path.removesuffix("."): part for path, part in named_submodules(network)}
     handles, modes = [], []
@@ -272,7 +269,7 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
             handles.append(part.register_forward_hook(lambda _, __, output: change_next(name, output, part, rate)))
         elif isinstance(part, WEIGHT_LAYERS):
             handles.append(part.register_forward_pre_hook(lambda _, x: (change_next(name, x[0], part, rate), *x[1:])))
-        else:
+        else:  # functional dropout acts in training mode; submodules keep their own
             modes.append((part, part.training))
             part.training = True
 
@@ -280,9 +277,8 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
         for name, rate in sites.items():
             hook(name, modules[name], rate)
         # The fast path of attention calls no submodule.
-        attention = (
-            plain_attention() if any(isinstance(each, ATTENTION) for each in modules.values()) else nullcontext()
-        )
+        attends = any(isinstance(each, ATTENTION) for each in modules.values())
+        attention = plain_attention() if attends else nullcontext()
         with attention, functional_dropout(change_next) if modes else nullcontext():
             yield
     finally:

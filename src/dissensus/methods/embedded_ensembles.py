@@ -117,15 +117,10 @@ def embed(
     """M members of a cut network: `factors` (M, n) and tensors with ids in `own` are their own; others are never copied."""
     chain_layers(network)
     member = Member(network, likelihood or Classification())
-    rows: dict[str, Sequence[Tensor] | Tensor] = {}
-    mine: set[str] = set()
-    for name, tensor in tensors_by_name(member).items():
-        factor = factors.get(name.removeprefix("network."))
-        rows[name] = [tensor] * members
-        if factor is not None:
-            rows[name] = nn.Parameter(factor) if isinstance(tensor, nn.Parameter) else factor
-        if factor is not None or id(tensor) in own or name.startswith("likelihood."):
-            mine.add(name)
+    held, varied = tensors_by_name(member), {f"network.{name}": factor for name, factor in factors.items()}
+    rows: dict[str, Sequence[Tensor] | Tensor] = {name: [tensor] * members for name, tensor in held.items()}
+    rows |= {n: nn.Parameter(f) if isinstance(held[n], nn.Parameter) else f for n, f in varied.items()}
+    mine = {n for n, each in held.items() if n in varied or id(each) in own or n.startswith("likelihood.")}
     kept = member.state_dict()
     particles = Particles.split(empty_copy(member), rows, own=mine.__contains__, kept=kept, members=members)
     return particles.train(particles.training)

@@ -69,16 +69,12 @@ class InputGradientPosterior(StackedPosterior):
             (chosen, nll), after = self.particles.call(output_and_nll, params, buffers, x)
             return chosen, (nll, after)
 
-        if self.examples is not None and self.examples < batches.count_examples(batch.x):
-            value, _, after = super().member_loss(params, buffers, batch)
-            some = batch.map(lambda tensor: tensor[: self.examples])
-            with sdpa_kernel(SDPBackend.MATH), self._forms():  # only plain attention can be differentiated twice
-                g, _ = spaces.input_gradient(of_inputs, some.x)
-        else:
-            some = batch
-            with sdpa_kernel(SDPBackend.MATH), self._forms():
-                g, (nll, after) = spaces.input_gradient(of_inputs, some.x)
-            value = nll + self.penalty(params)
+        fewer = self.examples is not None and self.examples < batches.count_examples(batch.x)
+        some = batch.map(lambda tensor: tensor[: self.examples]) if fewer else batch
+        whole = super().member_loss(params, buffers, batch) if fewer else None
+        with sdpa_kernel(SDPBackend.MATH), self._forms():  # only plain attention can be differentiated twice
+            g, (nll, after) = spaces.input_gradient(of_inputs, some.x)
+        value, _, after = whole or (nll + self.penalty(params), (), after)
         z = {"gradients": g}
         weight = label_weights(self.likelihood, some)
         if weight is not None:
@@ -115,7 +111,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
     that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
     first = detached_state(posterior).member(0)
-    stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
+    stored = posterior.particles.parameters_by_name()
     floating = {name: tensor.detach() for name, tensor in first.parameters().items() if tensor.is_floating_point()}
     params = {name: tensor.requires_grad_(stored[name].requires_grad) for name, tensor in floating.items()}
 

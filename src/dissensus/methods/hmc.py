@@ -211,15 +211,9 @@ class Langevin(Optimizer):
         v ← (1 − α) v − η g + √(2 α η T / N) ξ,    θ ← θ + v.
 
     This is Chen et al.'s eq. (15) with their rate written as η / N, so that η is on the scale of SGD with momentum 1 − α;
-    α = 1 is SGLD. The target is exp(−N L / T) for a mean loss L that includes the prior. `SGHMC.default_optimizer` makes one.
-
-    Args:
-        params: parameter groups, as optimisers take them.
-        lr: η before the schedule.
-        friction: α.
-        heat: T / N.
-        generators: one for each chain; with several, parameters are stacks (M, ...).
-        phase: returns (factor of η, factor of T) for the next step, two tensors ().
+    α = 1 is SGLD. The target is exp(−N L / T) for a mean loss L that includes the prior. `SGHMC.default_optimizer` makes one:
+    `lr` is η before the schedule, `friction` α, `heat` T / N, and `phase` returns (factor of η, factor of T), each (), for the
+    next step. There is a generator for each chain; with several, parameters are stacks (M, ...).
     """
 
     skips = True  # a step obeys `found_inf` and reads no value on the host, so a CUDA graph can capture it
@@ -244,8 +238,9 @@ class Langevin(Optimizer):
         halted: Tensor | None = getattr(self, "found_inf", None)
         for (parameter, group), noise in zip(moving, self._chain_noise([each for each, _ in moving]), strict=True):
             state, rate = self.state[parameter], group["lr"] * factor
-            before = state.get("velocity")
-            before = torch.zeros_like(parameter) if before is None else before
+            if "velocity" not in state:
+                state["velocity"] = torch.zeros_like(parameter)
+            before = state["velocity"]
             spread = (2 * group["friction"] * group["heat"] * rate * hot).sqrt()
             velocity = (1 - group["friction"]) * before - rate * parameter.grad + spread * noise
             velocity = velocity.to(parameter.dtype)
@@ -254,10 +249,7 @@ class Langevin(Optimizer):
                 velocity = torch.where(halted > 0, before, velocity)
             else:
                 parameter.add_(velocity)
-            if "velocity" in state:
-                before.copy_(velocity)  # in place: a graph reads it there
-            else:
-                state["velocity"] = velocity
+            before.copy_(velocity)  # in place: a graph reads it there
 
     def _chain_noise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """ξ for each parameter. A chain's numbers come from its own generator and do not depend on the other chains."""

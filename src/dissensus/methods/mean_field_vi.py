@@ -27,9 +27,9 @@ from dissensus.core.prior import GaussianPrior, PriorKeywords, make_prior, names
 from dissensus.core.trainable import annealing_weight
 from dissensus.layers.conversion import ConversionReport, convert_layer, convertible_copy, restore_plain_layers
 from dissensus.layers.factored import Kernel, can_take_kernel, features
-from dissensus.layers.nodes import NodeLayer, record_outputs, use_layer_latents
+from dissensus.layers.nodes import NodeLayer, record_outputs, set_temporarily
 from dissensus.methods.parts.node_latents import inverse_softplus, repeat_inputs
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, sample_normal, stack_networks
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.numerics.randomness import preserve_random_state
@@ -117,7 +117,7 @@ class MeanFieldVI(SamplingPosterior):
             spreads = [_layer_spread(layer, params, std, noise) for layer in self._layers]
 
             def nll(member: Member, spreads: list[WeightSpread] = spreads) -> Tensor:
-                with use_layer_latents([member.network.get_submodule(name) for name in self._layers], spreads):
+                with set_temporarily([member.network.get_submodule(name) for name in self._layers], "nodes", spreads):
                     return member.nll(batch)
 
             value, buffers = self.particles.call(nll, drawn, buffers)
@@ -268,12 +268,8 @@ class MeanFieldVI(SamplingPosterior):
         means, stds = self.trained.rows(), self._deviations()
 
         def around(m: int) -> Tensors:
-            found = {}
-            for name in self.spread:
-                mean, std = means[name][m], stds[name][m]
-                like: dict[str, Any] = {"dtype": std.dtype, "device": std.device, "generator": generator}
-                found[name] = mean + std * torch.randn(samples, *std.shape, **like)
-            return found
+            noise = {name: std[m] * sample_normal(samples, std[m], generator) for name, std in stds.items()}
+            return {name: means[name][m] + each for name, each in noise.items()}
 
         return stack_networks(around, self.particles.members)
 

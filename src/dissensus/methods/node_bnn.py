@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dissensus.core.likelihood import Likelihood
-from dissensus.core.prior import PriorKeywords
+from dissensus.core.networks import MethodKeywords
 from dissensus.layers.modulation import Modulation
 from dissensus.layers.nodes import Mode
 from dissensus.methods.parts.node_latents import Bound, Complexity, Divergence, Family
@@ -88,8 +87,7 @@ class NodeBNN(NodePosterior):
         latent_lr: float | None = None,
         latent_momentum: float | None = 0.0,
         lr: Literal["curvature"] | None = None,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
         std = number("prior_std", prior_std, above=0)
         if init_std is not None:
@@ -109,7 +107,6 @@ class NodeBNN(NodePosterior):
             batch_norm=batch_norm,
             latent_lr=latent_lr,
             latent_momentum=latent_momentum,
-            likelihood=likelihood,
             **prior,
         )
         self.lr = one_of("lr", lr, ("curvature", None))
@@ -190,8 +187,7 @@ class RankOneBNN(NodePosterior):
         layers: Sequence[str] | None = None,
         batch_norm: Literal["frozen", "trained"] = "trained",
         latent_lr: float | None = None,
-        likelihood: Likelihood | None = None,
-        **prior: Unpack[PriorKeywords],
+        **prior: Unpack[MethodKeywords],
     ) -> None:
         number("prior_std", prior_std, above=0)
         start = Modulation.normal(1.0, prior_std) if modulation is None else modulation
@@ -208,7 +204,6 @@ class RankOneBNN(NodePosterior):
             annealing=annealing,
             batch_norm=batch_norm,
             latent_lr=latent_lr,
-            likelihood=likelihood,
             **prior,
         )
         self.prior_std, self.init_std, self.modulation = prior_std, init_std, start

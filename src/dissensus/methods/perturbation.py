@@ -1,11 +1,11 @@
 """Gaussian perturbation: trained networks with white noise added to their weights."""
 
-from typing import Any, Unpack, final
+from typing import Unpack, final
 
 import torch
 
 from dissensus.core.networks import MethodKeywords, Networks
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, sample_normal, stack_networks
 from dissensus.utils.batch_norm_names import norm_parameters
 from dissensus.utils.checks import number
 from dissensus.utils.sharding import gather_full_tensor, shard_like
@@ -50,9 +50,8 @@ class GaussianPerturbation(SamplingPosterior):
                 weight = gather_full_tensor(stored)
                 # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
                 scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
-                like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
-                epsilon = torch.randn(samples, *weight.shape, **like)
-                drawn = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+                epsilon = sample_normal(samples, weight, generator).to(scale.dtype)
+                drawn = (weight + scale * epsilon).to(weight.dtype)  # (S, ...)
                 found[name] = shard_like(drawn, stored, before=1)
             return found
 

@@ -104,14 +104,13 @@ class Snapshots(nn.Module):
         self._is_waiting = False
         if [began, steps] == before or 0 < steps <= done:
             return
-        late = done > 0  # steps already done cannot be recorded any more
         if start is None:
-            behind = max(math.floor(self.tail * steps), done if late else 0)
+            behind = max(math.floor(self.tail * steps), done)  # steps already done cannot be recorded any more
             first, between = evenly_spaced(steps, self.wanted, behind=behind)
             start, every = began + (first if every is None else behind), every or between
             forget = True
         else:
-            forget = every is None and late and before[1] == 0  # without a plan every step was recorded
+            forget = every is None and done > 0 and before[1] == 0  # without a plan every step was recorded
             start = max(start, began + done) if forget else start
             every = every or max(1, (began + steps - start) // self.wanted)
         if forget:

@@ -214,12 +214,10 @@ def layer_of(name: str) -> str:
 
 def fan_in(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Name of a parameter -> number of inputs of its layer."""
-    layers: dict[str, list[int]] = {}
-    for name, parameter in parameters.items():
-        if parameter.ndim > 1:
-            layers.setdefault(name.rpartition(".")[0], []).append(parameter[0].numel())
+    matrices = [(name, p) for name, p in parameters.items() if p.ndim > 1]
+    layers = {name.rpartition(".")[0]: p[0].numel() for name, p in reversed(matrices)}  # of several, the first counts
     return {
-        name: p[0].numel() if p.ndim > 1 else layers.get(name.rpartition(".")[0], [p.numel()])[0]
+        name: p[0].numel() if p.ndim > 1 else layers.get(name.rpartition(".")[0], p.numel())
         for name, p in parameters.items()
     }
 
@@ -300,9 +298,8 @@ class WeightFilters(nn.Module):
         moved = []
         for group in optimizer.param_groups:
             if held := [p for p in group["params"] if id(p) in place and p.grad is not None]:
-                rate = self._rate(group["lr"])
+                rate = self._rate(group["lr"]) * (-1 if group.get("maximize") else 1)
                 gradients = [local_part(p.grad) for p in held if p.grad is not None]
-                rate = -rate if group.get("maximize") else rate
                 moved.append(_GroupGradients(rate, [place[id(p)] for p in held], gradients))
         if not moved:
             raise ValueError("expected an optimizer of the network, got one of others; pass it posterior.parameters()")
@@ -349,9 +346,8 @@ class WeightFilters(nn.Module):
             self._named = named
             dtype = next(iter(means.values())).dtype
             mean, variance = ([local_part(each[name]) for name in self.weights] for each in (means, variances))
-            self._cached = _FilterState(mean, variance, Block(weights, dtype), Block(weights, dtype))
-            cached = self._cached
-            for buffers, block in ((cached.means, cached.mean), (cached.variances, cached.variance)):
+            self._cached = state = _FilterState(mean, variance, Block(weights, dtype), Block(weights, dtype))
+            for buffers, block in ((state.means, state.mean), (state.variances, state.variance)):
                 for buffer, view in zip(buffers, block.views, strict=True):
                     buffer.data = view.copy_(buffer)  # from now on the named tensor is this part of the block
         return self._cached
@@ -424,13 +420,10 @@ class _FilterState:
         weights: list[Tensor],
         moved: list[_GroupGradients],
         *gains: float,
-        skipped: Tensor | None = None,
+        skipped: Tensor | None = None,  # () above 0 if the step was skipped; None looks at the gradients
         on: str = "cuda",
     ) -> bool:
-        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot.
-
-        `skipped`: () above 0 if the step was skipped; None looks at the gradients.
-        """
+        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot."""
         if self.mean.flat.device.type != on or self.mean.flat.dtype != torch.float32:
             return False
         still = set(range(len(weights))).difference(*(each.at for each in moved))

@@ -15,7 +15,7 @@ def damage_error(path: str | PathLike[str], why: object, fix: str = RUN_AGAIN, *
 
 @contextmanager
 def read_errors(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> Iterator[None]:
-    """Turns any error raised inside into `damaged`, so that parsers need few checks of their own."""
+    """Turns any error raised inside into a `damage_error`, so that parsers need few checks of their own."""
     # A ValueError that says "expected …, got …" is raised unchanged, and so is the error for a file that cannot be opened.
     try:
         yield

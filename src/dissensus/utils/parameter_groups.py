@@ -86,7 +86,7 @@ def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: flo
 
 def constant_tail(t: float, *, tail: float = TAIL, floor: float = 0.5) -> float:
     """Factor of the learning rate at the share t of a run: 1, then linear to `floor`, then constant (Maddox et al. 2019)."""
-    return 1.0 + (floor - 1.0) * min(max((t / tail - 0.5) / 0.4, 0.0), 1.0)
+    return plateau_linear(t / tail, floor=floor)
 
 
 def optimizer_refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:

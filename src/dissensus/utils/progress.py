@@ -31,9 +31,9 @@ logging.getLogger("dissensus").addFilter(lambda record: is_reporting_process())
 
 
 class Progress:
-    """`step()` after every batch, `epoch(text)` after every epoch; used as a context manager."""
+    """`step()` after every batch, `end_epoch(number, text)` after every epoch; used as a context manager."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool | str) -> None:
+    def __init__(self, epochs: int, steps_per_epoch: int | None = None, *, title: str, show: bool | str) -> None:
         """`show`: whether to show progress, or a title to show instead of `title`."""
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.title = show if isinstance(show, str) else title
@@ -110,10 +110,7 @@ class Progress:
 
 
 class LoaderProgress(Progress):
-    """Progress over several named loaders: a bar on a terminal, otherwise a line if one takes long."""
-
-    def __init__(self, loaders: int, *, title: str, show: bool | str) -> None:
-        super().__init__(loaders, None, title=title, show=show)
+    """Progress over so many named loaders: a bar on a terminal, otherwise a line if one takes long."""
 
     def track_batches(self, loader: Iterable[Any], name: str, count: int | None) -> Iterator[Any]:
         """The loader's batches, with progress; `count`: their number, if known."""

@@ -51,9 +51,8 @@ class EmpCov(Prior):
         self.rest = rest if rest is None or isinstance(rest, Prior) else GaussianPrior(rest)
         self.norm_layers = self.rest is not None and self.rest.norm_layers
         dimension = first.weight[0].numel()
-        covariance = Moments.from_rows(
-            _layer_inputs(inputs, first), torch.eye(dimension, dtype=torch.float64, device=first.weight.device)
-        ).covariance
+        axes = torch.eye(dimension, dtype=torch.float64, device=first.weight.device)
+        covariance = Moments.from_rows(_layer_inputs(inputs, first), axes).covariance
         values, vectors = torch.linalg.eigh(covariance)
         # w Σ⁻¹ wᵀ = ‖w root‖²
         deviations = (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D,)

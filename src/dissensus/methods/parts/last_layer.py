@@ -371,7 +371,7 @@ class Curvature(nn.Module):
         return self.get_buffer("outputs") @ scaled @ self.get_buffer("features").mT
 
     def sample_rows(self, noise: Tensor) -> Tensor:
-        """As `joint`, but rows (the weights of one output) are sampled independently: N(0, Σ_cc), Σ = (G + δ)⁻¹."""
+        """As `sample_joint`, but rows (the weights of one output) are sampled independently: N(0, Σ_cc), Σ = (G + δ)⁻¹."""
         variance = (self.eigenvalues + self.precision).reciprocal()
         if self.structure == "kron":  # Σ_cc = F diag(v_c) Fᵀ with v_c = Σ_s O_cs² / (λ_s. + δ)
             scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()

@@ -88,18 +88,17 @@ def build_with_latents(
     """(members with own latents, the first cut network). `start`: the law of μ; `where`: arguments of `add_node_latents`."""
     given, one = networks_to_convert(networks)
     cut = [node_layers.add_node_latents(each, **where) for each in given]
-    likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
-    pairs = zip(cut, likes, strict=True)
-    latents = [initial_latents(like, components, each.latents, std, start) for each, like in pairs]
+    latents = [initial_latents(each, components, std, start) for each in cut]
     if one:
         return Particles.wrap_network(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
     return stack_members([each.network for each in cut], likelihood, latents), cut[0]
 
 
-def initial_latents(like: Tensor, components: int, latents: int, std: float, start: Modulation) -> TensorTree:
+def initial_latents(cut: NodeNetwork, components: int, std: float, start: Modulation) -> TensorTree:
     """μ from `start` and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std"."""
     # Below std = 0.05, the smallest value in the papers, 0.02 would be too wide; 0.4 std takes its place.
-    mean = start.sample((components, latents), dtype=like.dtype, device=like.device)
+    like = cut.network.get_submodule(cut.sites[0].layer).get_parameter("weight")
+    mean = start.sample((components, cut.latents), dtype=like.dtype, device=like.device)
     deviation = (std + min(0.02, 0.4 * std) * torch.randn_like(mean)).abs().clamp(min=min(1e-4, 0.1 * std))
     tree = TensorTree()
     tree.add_tensor("mean", nn.Parameter(mean))

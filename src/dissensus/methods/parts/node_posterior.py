@@ -23,7 +23,7 @@ from dissensus.layers.batch_norm import freeze_norms
 from dissensus.layers.conversion import DENSE, fold_layers, restore_plain_layers
 from dissensus.layers.factored import Factors, Kernel, can_take_kernel, folded_kernel
 from dissensus.layers.modulation import Modulation
-from dissensus.layers.nodes import Mode, Site, split_by_layer, use_latents, use_layer_latents
+from dissensus.layers.nodes import Mode, Site, set_temporarily, split_by_layer, use_latents
 from dissensus.methods.parts import node_latents
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
@@ -39,9 +39,7 @@ MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every
 class NodePosterior(StoringPosterior, NetworksPosterior):
     """Base class: a network whose nodes are multiplied by latents z ~ q, a mixture of K components; weights are points.
 
-        loss = mean over examples and samples of −log p(y | x, z) + β [H[q, p] − T Ĥ[q]] / N
-
-    Subclasses set their KL term, `complexity`.
+    The loss is that of `NodeBNN`; subclasses set its KL term, `complexity`.
     """
 
     networks_taken = "any"
@@ -69,7 +67,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         batch_norm: Literal["frozen", "trained"],
         latent_lr: float | None,
         latent_momentum: float | None = None,
-        likelihood: Likelihood | None,
+        likelihood: Likelihood | None = None,
         **prior: Any,
     ) -> None:
         where: dict[str, Any] = {"mode": mode, "bias": bias_latent, "layers": layers}
@@ -147,7 +145,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return (mean[None], std[None]) if mean.ndim == 2 else (mean, std)
 
     def _latent_parameters(self) -> Tensors:
-        stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
+        stored = self.particles.parameters_by_name()
         return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
 
     def groups(self) -> list[Group]:
@@ -219,27 +217,27 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
-        x = batch.x
-        if not self._checked_shapes:
+        particles, again = self.particles, bool(self._checked_shapes)
+        x, size = batch.x, batches.count_examples(batch.x)
+        if not again:
             with inference_context(self):
                 loss = self.likelihood.nll(self._run_first_member(x), batch.y, batch.weight)
             self._first = batch, float(loss)
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.input_tensors(x))
-        particles, again = self.particles, bool(self._checked_shapes)
         if not again and self.batch_norm == "frozen":
             started_at = float(self.std.detach().mean()) if self.stored is None else None
             node_latents.warn_of_start(particles.template.network, started_at)
-        size, each = batches.count_examples(x), enumerate(batches.input_tensors(x))
+        each = enumerate(batches.input_tensors(x))
         # not as long as the batch, such as one row for all examples
         self._unbatched_inputs |= {i for i, tensor in each if tensor.ndim and len(tensor) not in (1, size)}
-        if shapes not in self._checked_shapes and batches.count_examples(x):
+        if shapes not in self._checked_shapes and size:
             with inference_context(self):
                 known = self._unbatched_inputs
                 if not self.network_is_random and (tables := node_latents.find_input_tables(particles, x, known)):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
-                    got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
+                    got = f"tensors of shapes {tables} with {size} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
                 node_latents.examine_layers(particles, self.sites, x, whole=known, like=self.mean, again=again)
             self._checked_shapes.add(shapes)
@@ -342,7 +340,7 @@ class NodeFunctions(DrawnFunctions):
             def one(row: Rows) -> Any:
                 given = row.varying
                 nodes = self.layer_overrides[given["index"]] if loop else split_by_layer(self.sites, given["latents"])
-                with use_layer_latents(layers, nodes.values()):
+                with set_temporarily(layers, "nodes", nodes.values()):
                     return function(member, *args)
 
             return particles.run(one, Rows({}, {}, rows), self.members)

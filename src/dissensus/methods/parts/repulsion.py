@@ -183,7 +183,10 @@ class Strength:
 
     def __call__(self, size: int = 1, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
         """c for a batch of weights (B,), one of `gathered` per step; 0 if all are 0. `size`: B, if no batch was seen before."""
-        strength = self._full_batch_strength(size, gathered)
+        if self.repulsion == "1/B":
+            strength = 1 / (self.batch_size or (self.largest or self.last or size) * gathered)
+        else:
+            strength = 1 / (self.data_size or 1) if self.repulsion == "1/N" else float(self.repulsion)
         if weight is None:
             return strength
         # A sum over a batch is too large for float16.
@@ -194,10 +197,3 @@ class Strength:
             # An example of weight two counts as two; examples of weight 0 make the batch smaller.
             share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
         return strength * share * (total > 0)
-
-    def _full_batch_strength(self, size: int, gathered: int) -> float:
-        if self.repulsion == "1/N":
-            return 1 / (self.data_size or 1)
-        if self.repulsion != "1/B":
-            return float(self.repulsion)
-        return 1 / (self.batch_size or (self.largest or self.last or size) * gathered)

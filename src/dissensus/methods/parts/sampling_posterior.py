@@ -214,16 +214,12 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         for i, size in enumerate(sizes):
             network = i * members // len(sizes)  # every network has the same number of parts
             some = {name: rows[:, :size] for name, rows in blank.items()}
-            family = self._make_family(some, slice(network, network + 1), apart=True)
-            parts.append(family.to("cpu"))
+            parts.append(self._make_family(some, slice(network, network + 1), apart=True).to("cpu"))
         return Families(parts, parts=True)
 
 
 class Families(nn.ModuleList):
-    """Particles of drawn functions, in order: one family for all functions, one per network, or several per network.
-
-    With several per network they stay in the host's memory, because the draw does not fit on the posterior's device.
-    """
+    """Particles of drawn functions, in order: one for all, one per network, or (`parts`) several of each, on the host."""
 
     def __init__(self, families: Iterable[Particles], *, parts: bool = False) -> None:
         super().__init__(families)
@@ -255,8 +251,8 @@ class SampledFunctions(DrawnFunctions):
         self.members, self.training = particles.members, False
 
     def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
-        particles = self.particles
-        particles = particles if particles.device == self.device else copy_to_device(particles, self.device)
+        here = self.particles.device == self.device
+        particles = self.particles if here else copy_to_device(self.particles, self.device)
         with self.particles.lock_network(), eval_mode(particles, particles.template):
             return particles.map_members(function, *args)
 
@@ -279,17 +275,22 @@ def stack_networks(draw: Callable[[int], Tensors], members: int) -> Tensors:
     return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
 
+def sample_normal(samples: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """(S, ...) standard normal numbers of the shape, dtype and device of `like`."""
+    return torch.randn(samples, *like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
 class RecordingPosterior(SamplingPosterior):
     """Base class of methods that record the weights during training and sample from the record.
 
-    A subclass builds its `recorder` on `self.recorded`:
+    A subclass builds its `recorder` on `self.recorded_weights`:
 
         class Mine(RecordingPosterior):
             name = "mine"
 
             def __init__(self, networks, *, samples=20, **prior):
                 super().__init__(networks, samples=samples, **prior)
-                self.recorder = MyRecorder(self.recorded)
+                self.recorder = MyRecorder(self.recorded_weights)
 
     Args:
         networks: one module, not copied, or a list of M.
