@@ -26,16 +26,34 @@ def mlp(dropout: float = 0.0, *, outputs: int = 3) -> nn.Module:
 
 
 class Network(nn.Module):
-    """One network with these layers by name; its outputs are forward(self, *inputs)."""
+    """One network with these layers, parameters, buffers and attributes by name; its outputs are forward(self, *inputs)."""
 
-    def __init__(self, forward: Callable[..., Tensor], **layers: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Tensor], **parts: object) -> None:
         super().__init__()
         self.function = forward
-        for name, layer in layers.items():
-            self.add_module(name, layer)
+        for name, part in parts.items():
+            tensor = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            self.register_buffer(name, part) if tensor else setattr(self, name, part)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self, *inputs)
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        return self.function(self, *inputs, **named)
+
+
+class Scaled(nn.Module):
+    """Outputs are k x in float64: what the network says is what the test chose."""
+
+    def __init__(self, k: float = 1.0) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.tensor(k, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k * x
+
+
+def equal_gradients() -> nn.Module:
+    """Two parameters of one gradient: autograd hands out the same tensor for both."""
+    parts = {"layer": nn.Linear(4, 3), "a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
+    return Network(lambda self, x: self.layer(x) + (self.a + self.b), **parts)
 
 
 class Pair(nn.Module):

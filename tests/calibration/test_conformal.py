@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+import tiny
 from dissensus.calibration.conformal import CLASS_SCORES, Conformal, measure_coverage
 from refusals import refuses
 from thinning import often, thinned
@@ -18,19 +19,8 @@ CLASSES = 5
 MAPIE = "mapie is not installed: pip install -e .[test]"
 
 
-class Told(nn.Module):
-    """Logits, or a mean, that are the inputs themselves: what the network says is what the test chose."""
-
-    def __init__(self, scale=1.0):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-class Rounded(Told):
-    """As Told in float32, but in batches of one row the last digits are other ones: as kernels for one row have them."""
+class Rounded(tiny.Scaled):
+    """As it is in float32, but in batches of one row the last digits are other ones: as kernels for one row have them."""
 
     def __init__(self, nudge):
         super().__init__()
@@ -58,16 +48,16 @@ def rows(x, y, weight=None):
 
 
 def classifier():
-    return ds.MAP(Told())
+    return ds.MAP(tiny.Scaled())
 
 
 def disagreeing():
     """Three members whose logits are 0.5, 1 and 2 times the inputs."""
-    return ds.DeepEnsemble([Told(0.5), Told(1.0), Told(2.0)])
+    return ds.DeepEnsemble([tiny.Scaled(0.5), tiny.Scaled(1.0), tiny.Scaled(2.0)])
 
 
 def regressor():
-    return ds.MAP(Told(), likelihood=ds.Regression(noise=0.7))
+    return ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.7))
 
 
 def mean_coverage(posterior, data, n, *, splits=15, tests=400, **settings):
@@ -360,7 +350,7 @@ def test_a_known_shift_is_covered_by_weights():
 
 
 def test_rows_that_do_not_count_do_not_count():
-    posterior = ds.MAP(Told(), likelihood=ds.Classification(ignore_index=-1))
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Classification(ignore_index=-1))
     x, y = classified(60)
     plain = ds.conformal(posterior, rows(x[:50], y[:50]))
     y = torch.where(torch.arange(60) < 50, y, -1)

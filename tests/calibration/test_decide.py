@@ -4,15 +4,16 @@ import json
 
 import pytest
 import torch
-from test_conformal import Told, classified, measured
+from test_conformal import classified, measured
 from torch import nn
 
 import dissensus as ds
+import tiny
 from refusals import refuses
 
 
-class Counted(Told):
-    """As Told; counts its forward passes."""
+class Counted(tiny.Scaled):
+    """Counts its forward passes."""
 
     calls = 0
 
@@ -59,7 +60,7 @@ def test_rows_are_json_values_with_the_names_of_classes():
 
 def test_a_regression_has_intervals_and_groups_are_found_or_passed():
     torch.manual_seed(0)
-    posterior = ds.MAP(Told(), likelihood=ds.Regression(noise=0.7))
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.7))
     conformal = ds.conformal(posterior, [measured(300)], by=lambda x: (x[:, 0] > 0).long())
     x, _ = measured(9)
     found = ds.decide(posterior, x)
@@ -75,7 +76,7 @@ def test_a_regression_has_intervals_and_groups_are_found_or_passed():
 
 
 def test_without_promises_there_is_nothing_to_decide():
-    refuses(lambda: ds.decide(ds.MAP(Told()), classified(3)[0]), "expected a posterior with promises, got none")
+    refuses(lambda: ds.decide(ds.MAP(tiny.Scaled()), classified(3)[0]), "expected a posterior with promises, got none")
 
 
 @pytest.mark.parametrize("by", [None, "class"])
@@ -99,5 +100,5 @@ def test_a_set_that_would_be_empty_is_the_likeliest_class_and_size_grows_by_thei
 
 
 def test_intervals_have_no_likeliest_class():
-    posterior = ds.MAP(Told(), likelihood=ds.Regression(noise=0.7))
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.7))
     refuses(lambda: ds.conformal(posterior, [measured(50)], never_empty=True), "never_empty for sets of classes")

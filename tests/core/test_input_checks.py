@@ -154,17 +154,6 @@ class Squeezes(nn.Linear):
         return super().forward(x).squeeze()
 
 
-class OfNumbers(nn.Module):
-    """(B,) -> (B,)."""
-
-    def __init__(self):
-        super().__init__()
-        self.slope = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.slope * x
-
-
 class OneSize(nn.Linear):
     """Runs with batches of six only."""
 
@@ -181,7 +170,7 @@ def without_statistics(width):
     ("network", "x", "y"),
     [
         (Squeezes(4, 1), torch.randn(6, 4), torch.randn(6)),
-        (OfNumbers(), torch.randn(6), torch.randn(6)),
+        (tiny.Scaled(), torch.randn(6), torch.randn(6)),
         (OneSize(4, 2), torch.randn(6, 4), torch.randn(6, 2)),
         (nn.Linear(4, 4), torch.randn(1, 4), torch.randn(1, 4)),
         (nn.Conv2d(3, 3, 1), torch.randn(6, 3, 5, 5), torch.randn(6, 3, 5, 5)),

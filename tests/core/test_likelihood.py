@@ -407,21 +407,16 @@ def test_the_callers_likelihood_is_left_alone():
     assert torch.equal(likelihood.log_noise, before["log_noise"])
 
 
-class Tokens(nn.Module):
+def tokens(classes: int, *, first: bool) -> nn.Module:
     """(B, T) tokens -> logits (B, T, C), or (B, C, T) where classes come first."""
-
-    def __init__(self, classes: int, *, first: bool) -> None:
-        super().__init__()
-        self.table, self.first = nn.Embedding(7, classes), first
-
-    def forward(self, x):
-        return self.table(x).movedim(-1, 1) if self.first else self.table(x)
+    table = nn.Embedding(7, classes)
+    return tiny.Network(lambda self, x: self.table(x).movedim(-1, 1) if first else self.table(x), table=table)
 
 
 def test_token_logits_with_classes_last_are_refused_with_the_axis_to_move():
     x = torch.randint(7, (6, 5))
     with pytest.raises(ValueError, match=r"classes are axis 1 of the logits: .* outputs.movedim\(-1, 1\)"):
-        ds.MAP(Tokens(4, first=False)).loss(x, x % 4)
+        ds.MAP(tokens(4, first=False)).loss(x, x % 4)
     images = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(2), nn.Unflatten(2, (4, 5)))
     with pytest.raises(ValueError, match=r"outputs.movedim\(-1, 1\)"):  # (B, H, W, C)
         ds.Classification().check(torch.Size((2, 4, 5, 3)), torch.zeros(2, 4, 5, dtype=torch.int64))
@@ -432,8 +427,8 @@ def test_as_many_tokens_as_classes_are_refused_until_a_batch_tells_the_axes_apar
     square, longer = torch.randint(7, (6, 4)), torch.randint(7, (6, 5))
     for first in (False, True):
         with pytest.raises(ValueError, match=r"got \(6, 4, 4\), perhaps \(B, T, C\); return outputs"):
-            ds.MAP(Tokens(4, first=first)).loss(square, square % 4)
-    posterior = ds.MAP(Tokens(4, first=True))
+            ds.MAP(tokens(4, first=first)).loss(square, square % 4)
+    posterior = ds.MAP(tokens(4, first=True))
     posterior.loss(longer, longer % 4)
     expected = nn.functional.cross_entropy(posterior(square)[0], square % 4)
     torch.testing.assert_close(posterior.loss(square, square % 4), expected)
@@ -441,7 +436,7 @@ def test_as_many_tokens_as_classes_are_refused_until_a_batch_tells_the_axes_apar
 
 def test_axes_that_leave_no_doubt_are_taken():
     x = torch.randint(7, (6, 4))
-    network = nn.Sequential(Tokens(4, first=True), nn.Unflatten(2, (4, 1)))  # the trailing axis says it
+    network = nn.Sequential(tokens(4, first=True), nn.Unflatten(2, (4, 1)))  # the trailing axis says it
     expected = nn.functional.cross_entropy(network[0](x), x % 4)
     torch.testing.assert_close(ds.MAP(network).loss(x, (x % 4)[..., None]), expected)
     ds.Classification().check(torch.Size((2, 5, 5, 5)), torch.zeros(2, 5, 5, dtype=torch.int64))

@@ -552,21 +552,16 @@ def test_a_data_size_that_an_epoch_does_not_have_is_warned_of_once(caplog):
             assert "data_size is 10, but an epoch has 32 examples: prior and KL weigh 3.2 times as much" in said[0]
 
 
-class FirstRuledOut(nn.Module):
+def first_ruled_out():
     """Logits of three classes, of which the first never is."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return torch.cat([torch.full_like(x[:, :1], -torch.inf), self.layer(x)], 1)
+    layers = {"pad": nn.ConstantPad1d((1, 0), -torch.inf), "layer": nn.Linear(4, 2)}
+    return tiny.Network(lambda self, x: self.pad(self.layer(x)), **layers)
 
 
 def test_validation_is_finite_where_a_class_is_ruled_out_at_examples_that_do_not_count():
     x, y = tiny.points()
     labels = torch.where(torch.arange(len(y)) < 2, 255, y.clamp(min=1))
-    posterior = ds.MAP(FirstRuledOut().double(), likelihood=ds.Classification(ignore_index=255))
+    posterior = ds.MAP(first_ruled_out().double(), likelihood=ds.Classification(ignore_index=255))
     history = ds.fit(posterior, [(x, labels)], epochs=2, validation=[(x, labels)], **QUIET)
     kept = labels != 255
     expected = -posterior.predict(x[kept]).log_prob(labels[kept]).mean()
