@@ -326,12 +326,7 @@ def slow():
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ds.DeepEnsemble([slow() for _ in range(2)]),
-        lambda: ds.MAP(slow()),
-    ],
-    ids=["stacked", "held"],
+    "make", [lambda: ds.DeepEnsemble([slow() for _ in range(2)]), lambda: ds.MAP(slow())], ids=["stacked", "held"]
 )
 def test_a_copy_made_while_another_thread_predicts_is_whole(make):
     x, y = tiny.points()

@@ -336,10 +336,7 @@ NETWORKS = {
     "recomputed, batch norm": lambda: Recomputed(*layers(nn.BatchNorm1d(5))),
     "unused": Unused,
 }
-WAYS = {
-    "by its own": looped_gradients,
-    "by other leaves": partial(looped_gradients, member=gradients.member_gradients),
-}
+WAYS = {"by its own": looped_gradients, "by other leaves": partial(looped_gradients, member=gradients.member_gradients)}
 
 
 def made(name: str) -> nn.Module:

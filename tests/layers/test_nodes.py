@@ -111,17 +111,9 @@ def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
 
 
 def test_folding_a_tied_layer_leaves_the_other_alone():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(7, 4)
-            self.head = nn.Linear(4, 7, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(self.embed(x))
-
-    made = add_node_latents(Tied(), "out")
+    layers = {"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)}
+    layers["head"].weight = layers["embed"].weight
+    made = add_node_latents(tiny.Network(lambda self, x: self.head(self.embed(x)), **layers), "out")
     x, z = torch.arange(7), 0.5 + torch.rand(7)
     with use_latents(made.network, split_by_layer(made.sites, z)):
         expected = made.network(x)
@@ -183,18 +175,14 @@ def test_a_large_network_is_counted_without_its_values():
     assert all(parameter.is_meta for parameter in network.parameters())
 
 
-class Tied(nn.Module):
+def tied():
     """Two layers with one weight, one of them under two names, beside an embedding and a norm layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight, self.again = self.first.weight, self.first
-        self.grouped = nn.Conv1d(4, 6, 1, groups=2)
-
-    def forward(self, x):
-        return self.grouped(self.second(self.again(self.norm(x)))[..., None])[..., 0]
+    layers = {"words": nn.Embedding(7, 4), "norm": nn.LayerNorm(4), "first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    layers["second"].weight = layers["first"].weight
+    layers |= {"again": layers["first"], "grouped": nn.Conv1d(4, 6, 1, groups=2)}
+    return tiny.Network(
+        lambda self, x: self.grouped(self.second(self.again(self.norm(x)))[..., None])[..., 0], **layers
+    )
 
 
 NETS = {
@@ -203,7 +191,7 @@ NETS = {
     "ResNet": lambda: ds.nets.ResNet(20),
     "ENet": lambda: ds.nets.ENet(3),
     "AlexNet": lambda: ds.nets.AlexNet(3, hidden=4),
-    "Tied": Tied,
+    "Tied": tied,
     "a layer": lambda: nn.Linear(3, 2),
 }
 
@@ -219,7 +207,7 @@ def test_nodes_are_the_latents_of_node_bnn(name, mode):
 
 
 def test_a_tied_weight_counts_once_and_what_has_no_nodes_is_named():
-    found = ds.capacity(Tied())
+    found = ds.capacity(tied())
     assert found.layers == {"first": (16, 4), "second": (0, 4), "grouped": (12, 4)}
     assert (found.weights, found.nodes, found.parameters) == (28, 12, 28 + 28 + 8 + 4 + 4 + 6)
     assert found.left == {"words": "an embedding: a lookup, no product"}

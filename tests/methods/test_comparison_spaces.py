@@ -172,8 +172,7 @@ def test_noise_follows_from_the_step_and_is_normal():
     correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten(), first.roll(1, 0).flatten()]))
     assert float((correlation - torch.eye(3)).abs().max()) < 0.04  # four standard errors
     assert torch.equal(
-        torch.func.vmap(lambda z: z + repulsion.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[1],
-        first,
+        torch.func.vmap(lambda z: z + repulsion.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[1], first
     )
 
 

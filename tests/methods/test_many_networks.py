@@ -10,17 +10,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods import (
-    MAP,
-    SWA,
-    SWAG,
-    TRADI,
-    DeepEnsemble,
-    GaussianPerturbation,
-    SnapshotEnsemble,
-    branch,
-    track,
-)
+from dissensus.methods import MAP, SWA, SWAG, TRADI, DeepEnsemble, GaussianPerturbation, SnapshotEnsemble, branch, track
 from refusals import refuses
 from thinning import often, thinned
 
@@ -192,9 +182,7 @@ def test_a_watched_method_trains_bit_for_bit_and_its_weights_are_recorded(base):
 OFTEN = ("a network", "FoRDE", "BatchEnsemble")
 PAIRS = [
     pytest.param(
-        base,
-        watcher,
-        marks=() if place % 2 == i == 0 or (base in OFTEN and i % 3 == place % 3) else pytest.mark.slow,
+        base, watcher, marks=() if place % 2 == i == 0 or (base in OFTEN and i % 3 == place % 3) else pytest.mark.slow
     )
     for place, base in enumerate([*OFTEN, *(base for base in BASES if base not in OFTEN)])
     for i, watcher in enumerate(WATCHERS)

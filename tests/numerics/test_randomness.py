@@ -9,12 +9,7 @@ from dissensus.data.image_arithmetic import Draws, image_keys
 from dissensus.kernels.weight_cache import _CastCacheMode
 from dissensus.methods.parts.repulsion import normal_from_step
 from dissensus.numerics.hashing import WEYL, as_signed, mix_bits, shift_right
-from dissensus.numerics.randomness import (
-    RandomnessDetector,
-    next_seed,
-    own_generator,
-    preserve_random_state,
-)
+from dissensus.numerics.randomness import RandomnessDetector, next_seed, own_generator, preserve_random_state
 
 CPU = torch.device("cpu")
 

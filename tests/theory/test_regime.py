@@ -494,8 +494,7 @@ def test_the_line_is_as_documented(overlap, correlation, bound, kind):
 
 @pytest.mark.parametrize("members", often([16], [2, 4, 8]))
 @pytest.mark.parametrize(
-    "law",
-    often([SIGNS, AROUND, Modulation.between(0.3)], [Modulation.between(0.58), Modulation.normal(1, 0.1)]),
+    "law", often([SIGNS, AROUND, Modulation.between(0.3)], [Modulation.between(0.58), Modulation.normal(1, 0.1)])
 )
 def test_nothing_is_advised_against_what_auto_took(law, members):
     torch.manual_seed(0)

@@ -61,25 +61,21 @@ def test_a_posterior_whose_state_is_assigned_trains_what_it_was_given():
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
 
 
-class Tied(nn.Module):
+def with_two_names() -> nn.Module:
     """A layer under two names, a tied weight, a buffer that forward assigns anew, and one that it changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.again = nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + 1
         self.count.add_(1)
         return self.last(self.again(x)) + self.seen
 
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return tiny.Network(forward, first=first, again=first, last=last, seen=torch.zeros(()), count=torch.zeros(()))
+
 
 def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_was_there():
-    network, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
+    network, x = with_two_names().double(), torch.randn(3, 4, dtype=torch.float64)
     assert [name for name, _ in named_submodules(network)] == [
         f"{name}." if name else "" for name, _ in network.named_modules()
     ]
@@ -102,7 +98,7 @@ def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_
 
 def test_a_network_that_assigns_its_buffers_predicts_the_same_every_time_and_keeps_them():
     torch.manual_seed(0)
-    network, x = Tied(), torch.randn(3, 4)
+    network, x = with_two_names(), torch.randn(3, 4)
     seen, posterior = network.seen, ds.MAP(network)
     first, second = (posterior.predict(x).member_means for _ in range(2))
     assert torch.equal(first, second)
