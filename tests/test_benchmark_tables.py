@@ -136,14 +136,8 @@ def test_the_page_of_tables_says_where_networks_are_better_and_where_not(benchma
     import regression_page as page
 
     facts = {
-        "columns": "4",
-        "scikit-learn": "1",
-        "mapie": "1",
-        "tabm": "1",
-        "commit": "c",
-        "torch": "t",
-        "device": "cpu",
-    }
+        "columns": "4", "scikit-learn": "1", "mapie": "1", "tabm": "1", "commit": "c", "torch": "t", "device": "cpu",
+    }  # fmt: skip
 
     def rows(name, size, model, error):  # differences of a hundredth over splits
         each = dict.fromkeys(("width90", "seconds"), "1") | {"coverage90": "0.91" if name == "a" else "0.89"}

@@ -82,15 +82,8 @@ HEAVY_ALLOWED = {
 FLOORS = {
     "plots": ["charts", "segmentation_maps", "prediction_figures"],
     "bench": [
-        "setting_checks user_code torchrun_ranks",
-        "report",
-        "rows",
-        "task",
-        "run",
-        "theory_studies capacity_table",
-        "width_axis",
-        "run_grid",
-        "cli",
+        "setting_checks user_code torchrun_ranks", "report", "rows", "task", "run", "theory_studies capacity_table",
+        "width_axis", "run_grid", "cli",
     ],
     "bench/report": [
         "results measures comparisons tables prose published_numbers recommendation",
@@ -108,7 +101,7 @@ FLOORS = {
         "jobs",
         "segment_images",
     ],
-}
+}  # fmt: skip
 
 
 @functools.cache

@@ -22,14 +22,9 @@ def conv(dropout: float = 0.0) -> nn.Module:
     """(B, 4) seen as a (B, 1, 2, 2) image."""
     drop = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)),
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        *drop,
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), *drop,
         nn.Linear(16, 3),
-    )
+    )  # fmt: skip
 
 
 def attentive(dropout: float = 0.0) -> nn.Module:

@@ -145,17 +145,11 @@ def test_one_training_serves_all_methods_that_can_share_it(name, alone, tmp_path
 # --------------------------------------------------------------------------------------- node-corruptions and remedies
 SHIFTS = ("node-corruptions", "remedies")
 REMEDIES = {  # (augmentation, dropout, ensembling, skips)
-    "map": "",
-    "map-augment": "augment",
-    "mc_dropout": "dropout",
-    "deep_ensemble": "ensemble",
-    "map-skip": "skip",
-    "mc_dropout-all": "augment dropout ensemble skip",
-    "mc_dropout-no_augment": "dropout ensemble skip",
-    "deep_ensemble-no_dropout": "augment ensemble skip",
-    "mc_dropout-no_ensemble": "augment dropout skip",
+    "map": "", "map-augment": "augment", "mc_dropout": "dropout", "deep_ensemble": "ensemble", "map-skip": "skip",
+    "mc_dropout-all": "augment dropout ensemble skip", "mc_dropout-no_augment": "dropout ensemble skip",
+    "deep_ensemble-no_dropout": "augment ensemble skip", "mc_dropout-no_ensemble": "augment dropout skip",
     "mc_dropout-no_skip": "augment dropout ensemble",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -162,12 +162,8 @@ def test_bad_input_is_refused():
 # ---------------------------------------------------------------------------------------------- thresholds with a risk
 def test_the_fewest_rows_without_an_error():
     assert [errorless_rows(*each) for each in ((0.01, 0.05), (0.05, 0.05), (0.1, 0.1), (0.5, 0.5), (0.5, 0.25))] == [
-        299,
-        59,
-        22,
-        1,
-        2,
-    ]
+        299, 59, 22, 1, 2,
+    ]  # fmt: skip
 
 
 def tail(errors, rows, risk):

@@ -361,12 +361,8 @@ def said_by(name):
         summary = ds.summarise(posterior, data)
         evaluation = numbers(ds.evaluate(posterior, data, progress=False))
         found += [
-            predictive.member_means,
-            summary.mean,
-            summary.epistemic,
-            evaluation["nll"],
-            evaluation["test/correct"],
-        ]
+            predictive.member_means, summary.mean, summary.epistemic, evaluation["nll"], evaluation["test/correct"],
+        ]  # fmt: skip
     return found, ran, posterior.draw().members
 
 

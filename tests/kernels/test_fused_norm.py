@@ -164,19 +164,12 @@ def measured(z: Tensor, x: Tensor) -> Tensor:
 
 
 THEN = {
-    "relu": lambda z, x: F.relu(z),
-    "nothing": lambda z, x: z,
-    "sum and relu": lambda z, x: torch.relu(z + x),
-    "sum the other way": lambda z, x: (x + z).relu(),
-    "sum": lambda z, x: z + x,
-    "sum with a number": lambda z, x: F.relu(z + 1.0),
-    "sum with a broadcast": lambda z, x: F.relu(z + x[:1]),
-    "two sums": lambda z, x: F.relu(z + x + x),
-    "relu of a kept one": relu_of_a_kept_one,
-    "changed in place": changed_in_place,
-    "added in place": added_in_place,
-    "read and cut": measured,
-}
+    "relu": lambda z, x: F.relu(z), "nothing": lambda z, x: z, "sum and relu": lambda z, x: torch.relu(z + x),
+    "sum the other way": lambda z, x: (x + z).relu(), "sum": lambda z, x: z + x,
+    "sum with a number": lambda z, x: F.relu(z + 1.0), "sum with a broadcast": lambda z, x: F.relu(z + x[:1]),
+    "two sums": lambda z, x: F.relu(z + x + x), "relu of a kept one": relu_of_a_kept_one,
+    "changed in place": changed_in_place, "added in place": added_in_place, "read and cut": measured,
+}  # fmt: skip
 
 
 def network(then, dtype: torch.dtype, device: torch.device) -> nn.Module:

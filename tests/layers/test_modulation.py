@@ -15,15 +15,10 @@ from dissensus.layers import dense_chains
 from refusals import refuses
 
 LAWS = [
-    ds.Modulation.constant(1.3),
-    ds.Modulation.sign(),
-    ds.Modulation.sign(0.8),
-    ds.Modulation.normal(0.6, 0.8),
-    ds.Modulation.normal(0.7, 0.0),
-    ds.Modulation.bernoulli(0.8),
-    ds.Modulation.bernoulli(0.8, scale=1.25),
+    ds.Modulation.constant(1.3), ds.Modulation.sign(), ds.Modulation.sign(0.8), ds.Modulation.normal(0.6, 0.8),
+    ds.Modulation.normal(0.7, 0.0), ds.Modulation.bernoulli(0.8), ds.Modulation.bernoulli(0.8, scale=1.25),
     ds.Modulation.between(0.3),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)

@@ -186,14 +186,10 @@ def tied():
 
 
 NETS = {
-    "LeNet": ds.nets.LeNet,
-    "MLP": lambda: ds.nets.MLP(5, 3),
-    "ResNet": lambda: ds.nets.ResNet(20),
-    "ENet": lambda: ds.nets.ENet(3),
-    "AlexNet": lambda: ds.nets.AlexNet(3, hidden=4),
-    "Tied": tied,
+    "LeNet": ds.nets.LeNet, "MLP": lambda: ds.nets.MLP(5, 3), "ResNet": lambda: ds.nets.ResNet(20),
+    "ENet": lambda: ds.nets.ENet(3), "AlexNet": lambda: ds.nets.AlexNet(3, hidden=4), "Tied": tied,
     "a layer": lambda: nn.Linear(3, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mode"), thinned(list(NETS), ["in", "out", "both"], every=3))

@@ -19,13 +19,9 @@ from thinning import thinned
 
 WIDE = 256
 KINDS = (
-    (ds.DeepEnsemble, {}),
-    (ds.FoRDE, {}),
-    (ds.WeightRDE, {"data_size": 12}),
-    (ds.FunctionRDE, {"data_size": 12}),
-    (ds.SVGD, {"data_size": 12}),
-    (ds.LIT, {"strength": 0.1}),
-)
+    (ds.DeepEnsemble, {}), (ds.FoRDE, {}), (ds.WeightRDE, {"data_size": 12}), (ds.FunctionRDE, {"data_size": 12}),
+    (ds.SVGD, {"data_size": 12}), (ds.LIT, {"strength": 0.1}),
+)  # fmt: skip
 
 
 def copies_of_base(base, members):

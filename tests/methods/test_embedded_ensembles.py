@@ -571,14 +571,8 @@ def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
         for net in ("Past", "Normalised", "Both", "Named", "Dtype", "Unused", "Again")
     }
     assert cut == {
-        "Past": ["b"],
-        "Normalised": ["c"],
-        "Both": ["b"],
-        "Named": ["b"],
-        "Dtype": [],
-        "Unused": [],
-        "Again": [],
-    }
+        "Past": ["b"], "Normalised": ["c"], "Both": ["b"], "Named": ["b"], "Dtype": [], "Unused": [], "Again": [],
+    }  # fmt: skip
     posterior = embedded("Both")
     assert "its weight is read directly" in posterior.account.converted["b"]
     assert not any(isinstance(part, ConvertedLayer) for part in posterior.plain_network().modules())

@@ -58,13 +58,8 @@ def test_chains_have_mean_and_covariance_of_a_linear_model(temperature):
 
 def classifier(networks, **keywords):
     settings = {
-        "samples": 5,
-        "warmup": 5,
-        "leapfrog": 3,
-        "seed": 0,
-        "weight_prior_std": 1.0,
-        "data_size": 12,
-    } | keywords
+        "samples": 5, "warmup": 5, "leapfrog": 3, "seed": 0, "weight_prior_std": 1.0, "data_size": 12,
+    } | keywords  # fmt: skip
     return ds.HMC(networks, **settings)
 
 
@@ -301,14 +296,9 @@ def test_it_is_saved_and_loaded_with_the_noise_of_each_snapshot(tmp_path):
     x, _ = tiny.points()
     y = torch.randn(12, 2, dtype=torch.float64)
     posterior = ds.SGHMC(
-        [tiny.mlp(outputs=2) for _ in range(2)],
-        members=3,
-        lr=0.01,
-        cycles=1,
-        likelihood=ds.Regression(),
-        weight_prior_std=1.0,
-        data_size=12,
-    ).double()
+        [tiny.mlp(outputs=2) for _ in range(2)], members=3, lr=0.01, cycles=1, likelihood=ds.Regression(),
+        weight_prior_std=1.0, data_size=12,
+    ).double()  # fmt: skip
     ds.fit(posterior, [(x, y)], epochs=20, progress=False)
     predictive = posterior.predict(x)
     noise = posterior.sample(3)["likelihood.log_noise"].double().flatten()  # (2 · 3,)

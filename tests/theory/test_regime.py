@@ -478,16 +478,11 @@ def test_layers_beside_another_way_are_none_that_all_pass():
 @pytest.mark.parametrize(
     ("overlap", "correlation", "bound", "kind"),
     [
-        (0.1, 0.1, 0.9, "independent"),
-        (0.1, 0.1, 1.1, "between"),
-        (0.1, 0.4, 0.0, "between"),
-        (0.1, 0.2, 0.0, "between"),
-        (0.1, None, 0.0, "independent"),
-        (0.3, 0.1, 0.0, "between"),
-        (0.7, 0.1, 0.0, "collective"),
-        (None, 0.1, 0.0, None),
+        (0.1, 0.1, 0.9, "independent"), (0.1, 0.1, 1.1, "between"), (0.1, 0.4, 0.0, "between"),
+        (0.1, 0.2, 0.0, "between"), (0.1, None, 0.0, "independent"), (0.3, 0.1, 0.0, "between"),
+        (0.7, 0.1, 0.0, "collective"), (None, 0.1, 0.0, None),
     ],
-)
+)  # fmt: skip
 def test_the_line_is_as_documented(overlap, correlation, bound, kind):
     assert regime_kind(4, overlap, correlation, bound) == kind
 

@@ -20,17 +20,11 @@ from refusals import refuses
 @pytest.mark.parametrize(
     ("method", "keyword", "value"),
     [
-        (ds.Laplace, "samples", "30"),
-        (ds.Laplace, "samples", 2.5),
-        (ds.MCDropout, "samples", "30"),
-        (ds.MCDropout, "samples", 2.5),
-        (ds.SWAG, "rank", 2.5),
-        (ds.SWAG, "start", 2.5),
-        (ds.SWAG, "every", "2"),
-        (ds.TRADI, "features", 2.5),
-        (ds.SnapshotEnsemble, "members", "3"),
+        (ds.Laplace, "samples", "30"), (ds.Laplace, "samples", 2.5), (ds.MCDropout, "samples", "30"),
+        (ds.MCDropout, "samples", 2.5), (ds.SWAG, "rank", 2.5), (ds.SWAG, "start", 2.5), (ds.SWAG, "every", "2"),
+        (ds.TRADI, "features", 2.5), (ds.SnapshotEnsemble, "members", "3"),
     ],
-)
+)  # fmt: skip
 def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
     told = rf"^expected {keyword} as a whole number, got {re.escape(repr(value))}; pass an int"
     refuses(lambda: method(tiny.mlp(dropout=0.1), **{keyword: value}), told, TypeError)

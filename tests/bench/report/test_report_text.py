@@ -157,27 +157,15 @@ def test_what_is_chosen_by_is_measured_on_validation_rows():
     correct = torch.zeros_like(bins)
     correct[0, 0, 14] = 3.0
     counts = CorruptedCounts(
-        types=("fog",),
-        severities=(1,),
-        nll=torch.full((1, 1), 2.0, dtype=torch.float64),
-        counts=bins,
-        confidence=bins,
-        correct=correct,
-        clean=torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64),
-        example_accuracy=torch.ones(4),
-        example_nll=torch.ones(4),
-        examples=torch.ones(3, 1, 1, 4),
-    )
+        types=("fog",), severities=(1,), nll=torch.full((1, 1), 2.0, dtype=torch.float64), counts=bins,
+        confidence=bins, correct=correct, clean=torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64),
+        example_accuracy=torch.ones(4), example_nll=torch.ones(4), examples=torch.ones(3, 1, 1, 4),
+    )  # fmt: skip
     found = with_choice(evaluation(rmse=1.0), counts).metrics
     assert found == {
-        "rmse": 1.0,
-        "validation/accuracy": 1.0,
-        "validation/nll": 0.25,
-        "validation/ece": 0.0,
-        "validation/corrupt/accuracy": 0.75,
-        "validation/corrupt/nll": 0.5,
-        "validation/corrupt/ece": 0.25,
-    }
+        "rmse": 1.0, "validation/accuracy": 1.0, "validation/nll": 0.25, "validation/ece": 0.0,
+        "validation/corrupt/accuracy": 0.75, "validation/corrupt/nll": 0.5, "validation/corrupt/ece": 0.25,
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- results.csv

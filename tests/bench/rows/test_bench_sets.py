@@ -70,14 +70,9 @@ FOUR = [0, 1, 2, 3] * 5
 ])  # fmt: skip
 def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_path, settings, message):
     write_images(
-        tmp_path,
-        train=(8, FOUR),
-        test=(8, FOUR),
-        small=(6, FOUR),
-        five=(8, [0, 1, 4]),
-        negative=(8, [*FOUR, -1]),
+        tmp_path, train=(8, FOUR), test=(8, FOUR), small=(6, FOUR), five=(8, [0, 1, 4]), negative=(8, [*FOUR, -1]),
         empty=(8, []),
-    )
+    )  # fmt: skip
     files = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 0.2}
     refuses(lambda: task_data(files | settings, str(tmp_path)), message, (ValueError, FileNotFoundError))
 
