@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import dissensus as ds
 import tiny
@@ -109,12 +109,8 @@ def test_bad_data_is_a_clear_error(call):
 
 @pytest.mark.parametrize("call", [ds.predict, ds.summarise])
 def test_a_loader_may_not_know_its_length(call):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from zip(*tiny.points(20), strict=True)
-
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
-    found = call(posterior, DataLoader(Stream(), batch_size=6))
+    found = call(posterior, DataLoader(tiny.Stream(lambda: zip(x, y, strict=True)), batch_size=6))
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
     assert torch.equal(found.targets, y)
 

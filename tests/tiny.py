@@ -1,10 +1,11 @@
 """Small networks, small data and comparisons that many tests need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
@@ -50,6 +51,20 @@ class Scaled(nn.Module):
         return self.k * x
 
 
+class Unsized:
+    """Batches that may be read again, without a length."""
+
+    def __init__(self, make: Callable[[], Iterable[object]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.make())
+
+
+class Stream(Unsized, IterableDataset):
+    """The same as a set that torch's loaders take."""
+
+
 def equal_gradients() -> nn.Module:
     """Two parameters of one gradient: autograd hands out the same tensor for both."""
     parts = {"layer": nn.Linear(4, 3), "a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
@@ -88,6 +103,19 @@ def segmenter(dropout: float = 0.0) -> nn.Module:
     """(B, 2, H, W) -> (B, 3, H, W)."""
     drop = [nn.Dropout2d(dropout)] if dropout else []
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), *drop, nn.Conv2d(4, 3, 1))
+
+
+class Killed(Exception):
+    """What a test ends a run with."""
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two nested dicts and lists hold the same tensors, of the same dtypes, and equal other things."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dissensus as ds
 import tiny
@@ -244,11 +244,7 @@ def test_datasets_that_give_batches_are_loaders():
                 raise IndexError
             return x, y
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([(x, y)])
-
-    for loader in (Whole(), Stream()):
+    for loader in (Whole(), tiny.Stream(lambda: [(x, y)])):
         posterior = ds.MAP(tiny.mlp().double())
         ds.fit(posterior, loader, epochs=1, progress=False)
         assert len(ds.predict(posterior, loader).targets) % len(y) == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from workers import said, workers
 
 import dissensus as ds
@@ -462,36 +462,18 @@ def test_validation_joins_uneven_parts():
         assert found == pytest.approx(of_all_rows, abs=1e-12)
 
 
-class Stream:
-    """So many batches, read again in every epoch, and no length."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        x, y = tiny.points()
-        return iter([(x, y)] * self.batches)
-
-
-class Promising(Stream):
+class Promising(tiny.Unsized):
     """One batch fewer than its length says."""
 
     def __len__(self):
-        return self.batches + 1
+        return len(self.make()) + 1
 
 
-class Streamed(IterableDataset):
+class Streamed(tiny.Stream):
     """A stream of rows with a length, as torch's loaders take it."""
-
-    def __init__(self, rows):
-        self.rows = rows
 
     def __len__(self):
         return 12
-
-    def __iter__(self):
-        x, y = tiny.points()
-        return zip(x[: self.rows], y[: self.rows], strict=True)
 
 
 def unequal(which, axes, given):
@@ -499,11 +481,11 @@ def unequal(which, axes, given):
     mesh = ds.distributed.mesh(*axes, batches=given)
     fewer, (x, y) = 1 if mesh.rank else 0, tiny.points()
     loader = {
-        "stream": Stream(4 - fewer),
-        "empty stream": Stream(1 - fewer),
+        "stream": tiny.Unsized(lambda: [(x, y)] * (4 - fewer)),
+        "empty stream": tiny.Unsized(lambda: [(x, y)] * (1 - fewer)),
         "list": [(x, y)] * (4 - fewer),
-        "wrong length": Promising(3),
-        "rows": DataLoader(Streamed(12 - 4 * fewer), batch_size=4),
+        "wrong length": Promising(lambda: [(x, y)] * 3),
+        "rows": DataLoader(Streamed(lambda: zip(x[: 12 - 4 * fewer], y[: 12 - 4 * fewer], strict=True)), batch_size=4),
     }[which]
     posterior = ds.DeepEnsemble([plain() for _ in range(2)]).double()
     return said(ds.fit, posterior, loader, epochs=2, mesh=mesh, progress=False)
@@ -536,9 +518,9 @@ def streamed(mesh):
     torch.manual_seed(0)
     posterior = METHODS["deep_ensemble"](small).double()
     torch.manual_seed(1)
-    return [
-        result(posterior, ds.fit(posterior, Stream(3), epochs=2, mesh=made(mesh), progress=False), tiny.points()[0])
-    ]
+    loader = tiny.Unsized(lambda: [tiny.points()] * 3)
+    history = ds.fit(posterior, loader, epochs=2, mesh=made(mesh), progress=False)
+    return [result(posterior, history, tiny.points()[0])]
 
 
 @pytest.mark.parametrize(

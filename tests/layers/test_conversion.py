@@ -10,21 +10,15 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.layers import conversion
 from dissensus.layers.call_order import call_order, trace_calls
-from dissensus.layers.conversion import (
-    ConvertedLayer,
-    convert_layer,
-    convertible_copy,
-    fold_layers,
-    restore_plain_layers,
-)
 from dissensus.layers.factored import modulate_layer
 from dissensus.nets.blocks import NTKLinear
 from refusals import refuses
 from thinning import thinned
 
 
-class Tripled(ConvertedLayer):
+class Tripled(conversion.ConvertedLayer):
     """3 times what the plain layer says."""
 
     added = ("factor",)
@@ -40,9 +34,9 @@ class Tripled(ConvertedLayer):
 
 def tripled(network, layers=None):
     """(a copy of the network with all layers tripled, the account)."""
-    copied, found, account = convertible_copy(network, layers=layers)
+    copied, found, account = conversion.convertible_copy(network, layers=layers)
     for name, layer in found.items():
-        convert_layer(layer, Tripled).register_buffer("factor", torch.tensor(3.0))
+        conversion.convert_layer(layer, Tripled).register_buffer("factor", torch.tensor(3.0))
         account.converted[name] = "tripled"
     return copied, account
 
@@ -82,8 +76,8 @@ def test_every_kind_of_layer_is_cut_folded_and_plain_again(kind):
     assert isinstance(cut_network[0], type(layer))
     assert type(network[0]) is type(layer)
     torch.testing.assert_close(cut_network(x), 3 * network(x))
-    torch.testing.assert_close(fold_layers(copy.deepcopy(cut_network))(x), 3 * network(x))
-    again = restore_plain_layers(cut_network)
+    torch.testing.assert_close(conversion.fold_layers(copy.deepcopy(cut_network))(x), 3 * network(x))
+    again = conversion.restore_plain_layers(cut_network)
     assert type(again[0]) is type(layer)
     assert list(again.state_dict()) == list(network.state_dict())
     assert torch.equal(again(x), network(x))
@@ -124,7 +118,7 @@ def test_tied_weights_stay_tied_and_folding_leaves_the_embedding_alone():
     assert cut_network.head.weight is not network.head.weight
     assert "lookup" in account.left["embedding"]
     outputs = cut_network(tokens)
-    ordinary = fold_layers(cut_network)
+    ordinary = conversion.fold_layers(cut_network)
     assert torch.equal(ordinary.embedding.weight, network.embedding.weight)
     torch.testing.assert_close(ordinary(tokens), outputs)
 
@@ -176,8 +170,8 @@ def test_a_transformer_layer_calls_its_cut_layers_in_eval_mode_too():
         fast, slow = cut_layer(x), cut_layer(x.clone().requires_grad_())
         torch.testing.assert_close(fast, slow)
         assert not torch.allclose(fast, layer(x), atol=1e-2)
-        torch.testing.assert_close(fold_layers(cut_layer)(x), fast)
-    assert restore_plain_layers(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
+        torch.testing.assert_close(conversion.fold_layers(cut_layer)(x), fast)
+    assert conversion.restore_plain_layers(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
 
 
 def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_too():
@@ -188,7 +182,7 @@ def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_to
     slow = cut_encoder(x, src_key_padding_mask=padding)
     with torch.no_grad():
         torch.testing.assert_close(cut_encoder(x, src_key_padding_mask=padding), slow)
-        again = fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
+        again = conversion.fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
     torch.testing.assert_close(again[~padding], slow.detach()[~padding])
     assert vars(cut_encoder).keys() == vars(encoder).keys()
     assert cut_encoder.use_nested_tensor
@@ -445,10 +439,10 @@ def test_factors_of_a_transposed_linear_layer_are_those_of_the_linear_layer():
         network[0].r.copy_(torch.arange(1.0, 5.0))
         network[0].s.copy_(torch.arange(6.0, 0.0, -1.0))
         found[name] = network(x)
-        torch.testing.assert_close(fold_layers(network)(x), found[name])
+        torch.testing.assert_close(conversion.fold_layers(network)(x), found[name])
     torch.testing.assert_close(found["mine"], found["linear"])
 
 
 def test_a_layer_that_has_only_the_name_is_not_taken_for_one():
     wrapper = type("Conv1D", (tiny.Network,), {})(None, conv=nn.Conv1d(4, 6, 1))
-    assert list(convertible_copy(nn.Sequential(wrapper))[1]) == ["0.conv"]
+    assert list(conversion.convertible_copy(nn.Sequential(wrapper))[1]) == ["0.conv"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dissensus as ds
 import tiny
@@ -157,10 +157,6 @@ def test_progress_off_a_terminal_is_a_line_for_the_first_epoch_and_the_last(caps
     assert capsys.readouterr() == ("", "")
 
 
-class Interrupted(Exception):
-    pass
-
-
 SCHEDULERS = {
     "none": lambda o: None,
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.8**epoch),
@@ -188,7 +184,7 @@ def run(make, schedule, checkpoint=None, *, stop_after=None, epochs=6):
 
     def callback(epoch):
         if epoch.epoch == stop_after:
-            raise Interrupted
+            raise tiny.Killed
 
     history = ds.fit(
         posterior, loader, epochs=epochs, validation=validation, optimizer=optimizer, scheduler=schedule(optimizer),
@@ -208,7 +204,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(make, schedule, tmp_
     stream = torch.get_rng_state()
     checkpoint = tmp_path / "deep" / "checkpoint.pt"
     for stop_after in (1, 4):
-        with pytest.raises(Interrupted):
+        with pytest.raises(tiny.Killed):
             run(make, schedule, checkpoint, stop_after=stop_after)
     resumed, again = run(make, schedule, checkpoint)
     assert torch.equal(torch.get_rng_state(), stream)
@@ -281,16 +277,10 @@ def test_a_checkpoint_holds_no_code_and_one_that_cannot_be_written_is_an_os_erro
 
 
 def test_a_loader_may_not_know_its_length():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            x, y = tiny.points(6)
-            yield from zip(x, y, strict=True)
-
-    class Unsized:
-        def __iter__(self):
-            yield from data()
-
-    for loader in (DataLoader(Stream(), batch_size=2), Unsized()):
+    for loader in (
+        DataLoader(tiny.Stream(lambda: zip(*tiny.points(6), strict=True)), batch_size=2),
+        tiny.Unsized(data),
+    ):
         posterior = ds.MAP(tiny.mlp().double())
         told = []
         posterior.begin = lambda steps, epochs, done=0, told=told: told.append((steps, epochs, done))

@@ -12,13 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 import dissensus as ds
 import tiny
-from dissensus.utils.memory_layout import (
-    contiguous_strides,
-    copy_with_strides,
-    is_valid_layout,
-    strides_for_copy,
-    with_own_memory,
-)
+from dissensus.utils import memory_layout
 from dissensus.utils.tensor_tree import TensorPlaces, TensorTree, call_with_tensors, named_submodules, named_tensors
 from refusals import refuses
 
@@ -232,7 +226,7 @@ LYING = {
 @pytest.mark.parametrize("name", LYING)
 def test_a_copy_lies_as_the_tensor_does_in_memory_of_its_own(name):
     tensor = LYING[name]
-    copy = copy_with_strides(tensor.contiguous(), strides_for_copy(tensor))
+    copy = memory_layout.copy_with_strides(tensor.contiguous(), memory_layout.strides_for_copy(tensor))
     assert torch.equal(copy, tensor)
     assert copy.stride() == tensor.stride()
     assert not tensor.numel() or copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -240,22 +234,22 @@ def test_a_copy_lies_as_the_tensor_does_in_memory_of_its_own(name):
 
 @pytest.mark.parametrize("tensor", [FLAT[:3].expand(4, 3), FLAT.view(20, 12)[::9, ::9]], ids=["overlaps", "far apart"])
 def test_what_overlaps_or_lies_far_apart_has_a_dense_twin(tensor):
-    strides = strides_for_copy(tensor)
+    strides = memory_layout.strides_for_copy(tensor)
     assert strides == tensor.clone().stride()
-    assert torch.equal(copy_with_strides(tensor, strides), tensor)
+    assert torch.equal(memory_layout.copy_with_strides(tensor, strides), tensor)
 
 
 @pytest.mark.parametrize("name", LYING)
 def test_owned_memory_is_contiguous_and_nobody_elses(name):
-    tensor = with_own_memory(LYING[name])
+    tensor = memory_layout.with_own_memory(LYING[name])
     assert torch.equal(tensor, LYING[name])
-    assert tensor.stride() == contiguous_strides(tensor.shape)
+    assert tensor.stride() == memory_layout.contiguous_strides(tensor.shape)
     assert tensor.untyped_storage().nbytes() == 8 * tensor.numel()
 
 
 def test_what_has_memory_of_its_own_is_not_copied():
     tensor = torch.zeros(3, 4)
-    assert with_own_memory(tensor) is tensor
+    assert memory_layout.with_own_memory(tensor) is tensor
 
 
 @pytest.mark.parametrize(
@@ -263,7 +257,7 @@ def test_what_has_memory_of_its_own_is_not_copied():
     [((4, 3), (0, 1)), ((4, 3), (1, 1)), ((4, 3), (2, 1)), ((2,), (10**9,)), ((2, 2), (10**15, 1))],
 )
 def test_strides_that_overlap_or_take_far_too_much_memory_do_not_fit(shape, strides):
-    assert not is_valid_layout(shape, strides)
+    assert not memory_layout.is_valid_layout(shape, strides)
 
 
 def test_nodes_that_come_or_go_are_seen_and_a_tree_is_deleted_at_once():
