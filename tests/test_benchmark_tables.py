@@ -175,9 +175,8 @@ def test_tables_are_packed_with_disjoint_splits_within_limits(benchmarks, monkey
     assert sorted(sets.of_uci(tmp_path, "concrete").train[0]) == list(range(10))  # a standard split
     table = sets.with_splits(x, x[:, 0], [1])
     assert (table.train.shape, table.test.shape) == ((10, sets.MOST_TRAIN), (10, sets.MOST_TEST))
-    assert all(
-        len({*train, *test}) == len(train) + len(test) for train, test in zip(table.train, table.test, strict=True)
-    )
+    pairs = zip(table.train, table.test, strict=True)
+    assert all(len({*train, *test}) == len(train) + len(test) for train, test in pairs)
     monkeypatch.setattr(sets, "sources", lambda uci: {"t": lambda: table})
     sets.pack(tmp_path / "packed", tmp_path)
     assert all(np.array_equal(*both) for both in zip(sets.read_table(tmp_path / "packed", "t"), table, strict=True))

@@ -120,8 +120,7 @@ def test_networks_no_data_and_unknown_precisions_are_refused(tmp_path):
     with pytest.raises(TypeError, match="expected a posterior, got Sequential; wrap the network"):
         ds.predict(tiny.mlp(), batches())
     for call in (ds.predict, ds.summarise):
-        with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
-            call(posterior, [])
+        refuses(functools.partial(call, posterior, []), "expected at least one batch from the loader, got none")
     ds.save(posterior, tmp_path)
     refuses(lambda: ds.summarise(tmp_path, [], network=tiny.mlp()), "at least one batch")
     refuses(lambda: ds.predict(posterior, batches(), precision="fp8"), "expected precision of float32, bf16, got")
@@ -357,8 +356,7 @@ def test_inputs_that_are_not_numbers_are_refused(value):
     x[5, 1] = value
     foreign = {"other": [(x, y)]}
     for call in (*ways(posterior, x, y), lambda: ds.evaluate(posterior, [tiny.points()], ood=foreign)):
-        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
-            call()
+        refuses(call, "expected finite inputs, got NaN or infinity in row")
 
 
 @pytest.mark.parametrize("tile", [None, 9, (8, 30), (64, 7)])
@@ -416,9 +414,8 @@ def test_what_is_no_image_or_no_segmentation_is_refused():
 
 
 def pixels():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.3), nn.Conv2d(4, 3, 1)
-    ).double()
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.3), nn.Conv2d(4, 3, 1)
+    return nn.Sequential(*layers).double()
 
 
 @pytest.mark.parametrize("make", [
@@ -433,9 +430,8 @@ def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
     posterior, sizes, add = make(), [], RunningSummary.add
     image = torch.randn(3, 9, 7, dtype=F64)
     ds.refresh(posterior, [(image[None], torch.zeros(1, 9, 7, dtype=torch.int64))])
-    monkeypatch.setattr(
-        RunningSummary, "add", lambda self, part: (sizes.append(len(part.member_means)), add(self, part))
-    )
+    noted = lambda self, part: (sizes.append(len(part.member_means)), add(self, part))  # noqa: E731
+    monkeypatch.setattr(RunningSummary, "add", noted)
     found, whole = ds.predict_image(posterior, image), posterior.predict(image[None])
     assert sizes == [1] * len(whole.member_means)
     torch.testing.assert_close(found.mean, whole.mean[0], rtol=0, atol=1e-12)

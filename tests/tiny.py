@@ -142,9 +142,8 @@ def strides(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def spread_out(dropout: float = 0.0) -> nn.Module:
     """(B, 2, H, W) -> (B, 3): convolutions in channels_last, a transposed weight, one with holes in memory."""
-    network = nn.Sequential(
-        *segmenter(dropout), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3)
-    )
+    layers = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3)
+    network = nn.Sequential(*segmenter(dropout), *layers)
     network.to(torch.float64).to(memory_format=torch.channels_last)
     network[-2].weight.data = network[-2].weight.data.T.contiguous().T
     network[-1].weight.data = network[-1].weight.data.repeat_interleave(2, 1)[:, ::2]

@@ -183,9 +183,8 @@ def test_p_values_are_the_sums_they_stand_for_and_bounds_their_inverse():
 def by_hand(score, error, risk, delta):
     """The fallback procedure, one threshold after the other."""
     pairs = sorted(zip(score.tolist(), error.tolist(), strict=True))
-    count = max(
-        j for j in range(1, 12) if j == 1 or math.log(delta / j) / math.log(1 - risk) * 2 ** (j - 1) <= len(pairs)
-    )
+    least = lambda j: math.log(delta / j) / math.log(1 - risk) * 2 ** (j - 1)  # noqa: E731
+    count = max(j for j in range(1, 12) if j == 1 or least(j) <= len(pairs))
     least = math.ceil(math.log(delta / count) / math.log(1 - risk))
     starts = [least * 2**i for i in range(count)]
     best, level, before = (-math.inf, 0, 0), 0.0, 0

@@ -258,15 +258,12 @@ class Functional(nn.Linear):
 @pytest.mark.parametrize(
     ("network", "said"),
     [
-        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True),
-        (Functional(4, 3), True),
-        (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False),
-        (nn.Linear(4, 3), False),
-        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False),
-        (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
+        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True), (Functional(4, 3), True),
+        (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False), (nn.Linear(4, 3), False),
+        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False), (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
     ],
     ids=["softmax", "functional", "log-softmax", "logits", "sigmoid", "relu"],
-)
+)  # fmt: skip
 def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplog):
     posterior, (x, y) = ds.MAP(copy.deepcopy(network).double()), tiny.points()
     with caplog.at_level(logging.WARNING, "dissensus"):

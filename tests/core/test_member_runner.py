@@ -344,13 +344,10 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ds.MAP(normed()),
-        lambda: ds.DeepEnsemble([normed(), normed()]),
-        lambda: ds.MCDropout(normed()),
-        lambda: ds.NodeBNN(normed(), data_size=10),
-        lambda: ds.SWAG(normed()),
+        lambda: ds.MAP(normed()), lambda: ds.DeepEnsemble([normed(), normed()]), lambda: ds.MCDropout(normed()),
+        lambda: ds.NodeBNN(normed(), data_size=10), lambda: ds.SWAG(normed()),
     ],
-)
+)  # fmt: skip
 def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
     posterior = make().train()
     posterior.particles.templates[0].network[1].training = False

@@ -238,9 +238,8 @@ def test_a_trail_equals_the_reference_motion_blur(reference: types.ModuleType) -
     for constants in (recipe.constants for recipe in RECIPES["motion_blur"]):
         angle = generator.uniform(-180, 180, 12)
         ours = to_levels(effects.trail(to_unit(images), torch.from_numpy(angle), *constants))
-        theirs = [
-            reference._motion_blur(image, *constants, a) for image, a in zip(images.astype(float), angle, strict=True)
-        ]
+        pairs = zip(images.astype(float), angle, strict=True)
+        theirs = [reference._motion_blur(image, *constants, a) for image, a in pairs]
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
@@ -277,12 +276,9 @@ def test_spatter_equals_the_reference_spatter(
     reference: types.ModuleType, monkeypatch: pytest.MonkeyPatch, severity: int
 ) -> None:
     constants = {  # the reference's own, for larger images: wide drops that fill every branch
-        1: (0.65, 0.3, 4, 0.69, 0.6),
-        2: (0.65, 0.3, 3, 0.68, 0.6),
-        3: (0.65, 0.3, 2, 0.68, 0.5),
-        4: (0.65, 0.3, 1, 0.65, 1.5),
-        5: (0.67, 0.4, 1, 0.65, 1.5),
-    }[severity]
+        1: (0.65, 0.3, 4, 0.69, 0.6), 2: (0.65, 0.3, 3, 0.68, 0.6), 3: (0.65, 0.3, 2, 0.68, 0.5),
+        4: (0.65, 0.3, 1, 0.65, 1.5), 5: (0.67, 0.4, 1, 0.65, 1.5),
+    }[severity]  # fmt: skip
     images, field = scene(40), np.random.default_rng(severity).normal(size=(40, 32, 32))
     queue = iter(field)
     monkeypatch.setattr(np.random, "normal", lambda size, loc, scale: loc + scale * next(queue))
@@ -373,14 +369,12 @@ def test_elastic_transform_equals_opencvs_affine_map_and_scipys_interpolation(se
         # not cv2.warpAffine, which before OpenCV 5 rounds positions to 1/32 of a pixel
         back = cv2.invertAffineTransform(matrix)
         u, v = back[:, :2] @ np.stack([x.ravel(), y.ravel()]) + back[:, 2:]
-        warped = [
-            scipy.ndimage.map_coordinates(layer, (v, u), order=1, mode="mirror") for layer in np.moveaxis(image, 2, 0)
-        ]
+        channels = np.moveaxis(image, 2, 0)
+        warped = [scipy.ndimage.map_coordinates(layer, (v, u), order=1, mode="mirror") for layer in channels]
         dx, dy = (bend * gaussian(2 * n - 1, smoothness, mode="reflect", truncate=3) for n in numbers)
         place = (y + dy, x + dx)
-        layers = [
-            scipy.ndimage.map_coordinates(layer.reshape(32, 32), place, order=1, mode="reflect") for layer in warped
-        ]
+        reflected = {"order": 1, "mode": "reflect"}
+        layers = [scipy.ndimage.map_coordinates(layer.reshape(32, 32), place, **reflected) for layer in warped]
         theirs.append(np.stack(layers, -1) * 255)
     ours = to_levels(effects.elastic_transform(to_unit(images), given(corners, field), bend, smoothness, jolt))
     np.testing.assert_allclose(ours, theirs, atol=0.01)  # float32 on both sides

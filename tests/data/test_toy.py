@@ -11,13 +11,8 @@ import dissensus as ds
 from refusals import refuses
 
 SEEDED = [
-    ds.data.two_moons,
-    ds.data.five_blobs,
-    ds.data.donuts,
-    ds.data.x_sin_x,
-    ds.data.cubic,
-    ds.data.gaussian_process,
-]
+    ds.data.two_moons, ds.data.five_blobs, ds.data.donuts, ds.data.x_sin_x, ds.data.cubic, ds.data.gaussian_process,
+]  # fmt: skip
 FLOAT64 = torch.float64
 
 

@@ -74,9 +74,8 @@ def test_statistics_of_a_second_layer_are_those_under_the_first_ones_batch_stati
     for x, _ in loader:
         normalised = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
         means = means + len(x) * network[1](normalised).mean(0)
-    torch.testing.assert_close(
-        particles.own_buffers()["network.2.running_mean"][0], (means / sum(SIZES)).detach(), rtol=0, atol=1e-12
-    )
+    found = particles.own_buffers()["network.2.running_mean"][0]
+    torch.testing.assert_close(found, (means / sum(SIZES)).detach(), rtol=0, atol=1e-12)
 
 
 def home_made():

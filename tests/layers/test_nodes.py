@@ -64,9 +64,8 @@ def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mo
 
 def test_each_example_has_latents_of_its_own():
     torch.manual_seed(0)
-    made = add_node_latents(
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)).double(), "both"
-    )
+    layers = nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)
+    made = add_node_latents(nn.Sequential(*layers).double(), "both")
     x, z = torch.randn(5, 2, 4, 4, dtype=torch.float64), draws(made, rows=5)
     with use_latents(made.network, split_by_layer(made.sites, z)):
         together = made.network(x)
@@ -180,9 +179,7 @@ def tied():
     layers = {"words": nn.Embedding(7, 4), "norm": nn.LayerNorm(4), "first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
     layers["second"].weight = layers["first"].weight
     layers |= {"again": layers["first"], "grouped": nn.Conv1d(4, 6, 1, groups=2)}
-    return tiny.Network(
-        lambda self, x: self.grouped(self.second(self.again(self.norm(x)))[..., None])[..., 0], **layers
-    )
+    return tiny.Network(lambda net, x: net.grouped(net.second(net.again(net.norm(x)))[..., None])[..., 0], **layers)
 
 
 NETS = {

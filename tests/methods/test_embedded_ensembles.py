@@ -144,25 +144,19 @@ def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_wi
     assert slope_of_overlap([128, 256, 512, 1024, 2048], 40) == pytest.approx(-0.5, abs=0.1)
 
 
-class Encoder(nn.Module):
+def encoder(width=16):
     """Tokens (B, L) -> (B, 3) by a small transformer encoder, its output layer tied to nothing."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, tokens):
-        return self.head(self.encoder(self.embedding(tokens)).mean(1))
+    layers = {"embedding": nn.Embedding(11, width)}
+    layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
+    layers |= {"encoder": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "head": nn.Linear(width, 3)}
+    return tiny.Network(lambda self, x: self.head(self.encoder(self.embedding(x)).mean(1)), **layers)
 
 
 IMAGES, TOKENS = torch.randn(2, 3, 32, 32), torch.randint(11, (2, 5))
 NETWORKS = {
     "resnet18": (lambda: ds.nets.ResNet(18), IMAGES),  # nested, where another library's conversion crashes
     "vgg16": (lambda: ds.nets.VGG16(), IMAGES),
-    "encoder": (Encoder, TOKENS),
+    "encoder": (encoder, TOKENS),
 }
 
 
@@ -197,7 +191,7 @@ def test_sixteen_members_have_fewer_than_a_fifth_more_parameters(make):
 @pytest.mark.parametrize(
     ("net", "x"),
     [
-        (Encoder, torch.randint(11, (6, 5))),
+        (encoder, torch.randint(11, (6, 5))),
         (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
          torch.randn(6, 2, 5, 5)),
     ],
@@ -277,7 +271,7 @@ def test_norm_layers_and_the_output_bias_are_own_and_everything_else_is_stored_o
 
 def test_the_account_names_what_is_left_alone(caplog):
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        posterior = ds.BatchEnsemble(Encoder(), members=2, modulation=SIGN)
+        posterior = ds.BatchEnsemble(encoder(), members=2, modulation=SIGN)
     assert set(posterior.account.left) == {
         "embedding", "encoder.layers.0.self_attn", "encoder.layers.0.self_attn.out_proj",
         "encoder.layers.1.self_attn", "encoder.layers.1.self_attn.out_proj",
@@ -288,11 +282,8 @@ def test_the_account_names_what_is_left_alone(caplog):
 def test_the_talks_form_lacks_the_first_r_and_the_last_s_in_the_order_of_calls():
     def last_first():  # registers its layers from the last to the first
         layers = {
-            "head": nn.Linear(5, 3),
-            "middle": nn.Linear(5, 5),
-            "stem": nn.Linear(4, 5),
-            "norm": nn.BatchNorm1d(5),
-        }
+            "head": nn.Linear(5, 3), "middle": nn.Linear(5, 5), "stem": nn.Linear(4, 5), "norm": nn.BatchNorm1d(5),
+        }  # fmt: skip
         return tiny.Network(lambda self, x: self.head(torch.relu(self.middle(self.norm(self.stem(x))))), **layers)
 
     posterior = ensemble(last_first, form="talk")
@@ -581,13 +572,10 @@ def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
 @pytest.mark.parametrize(
     ("net", "last", "others"),
     [
-        ("Past", "c", "ab"),
-        ("Unused", "c", ["a", "b", "spare"]),
-        ("Again", "ends", ["middle"]),
-        ("Residual", "c", "ab"),
-        ("Heads", ("mean", "variance"), ["body", "aside"]),
+        ("Past", "c", "ab"), ("Unused", "c", ["a", "b", "spare"]), ("Again", "ends", ["middle"]),
+        ("Residual", "c", "ab"), ("Heads", ("mean", "variance"), ["body", "aside"]),
     ],
-)
+)  # fmt: skip
 def test_biases_that_are_own_and_the_s_that_the_talk_lacks_are_those_of_output_layers(net, last, others):
     posterior = embedded(net, form="talk")
     own = posterior.particles.own_parameters()

@@ -31,9 +31,8 @@ def linear(inputs=4, outputs=3):
 
 
 def test_the_last_linear_layer_that_is_called_is_found_whatever_its_place():
-    network = tiny.Network(
-        lambda net, x: net.head(torch.tanh(net.body(x))), head=linear(6), body=linear(4, 6), unused=linear()
-    )
+    layers = {"head": linear(6), "body": linear(4, 6), "unused": linear()}
+    network = tiny.Network(lambda net, x: net.head(torch.tanh(net.body(x))), **layers)
     found = last_layer(network, tiny.points()[0])
     assert found.name == "head"
     assert list(found.parameters) == ["head.weight", "head.bias"]
@@ -98,9 +97,8 @@ def test_a_convolution_is_a_linear_layer_where_it_sees_single_points():
 
 def test_a_layer_may_be_named_and_a_wrong_name_is_a_clear_error():
     x = tiny.points()[0]
-    network = tiny.Network(
-        lambda net, x: net.head(torch.tanh(net.body(x))), body=linear(4, 6), head=linear(6), unused=linear()
-    )
+    layers = {"body": linear(4, 6), "head": linear(6), "unused": linear()}
+    network = tiny.Network(lambda net, x: net.head(torch.tanh(net.body(x))), **layers)
     assert last_layer(network, x, "head").name == "head"
     refuses(
         lambda: last_layer(network, x, "fc"),

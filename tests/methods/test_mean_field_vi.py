@@ -270,9 +270,8 @@ def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
 @pytest.mark.parametrize("annealing", [None, ds.Annealing("linear"), ds.Annealing("cyclic", steps=10)])
 def test_looking_at_deviations_leaves_everything_as_it_was(annealing):
     posterior = ds.MeanFieldVI(tiny.mlp(), data_size=12, annealing=annealing)
-    loader = ds.data.Batches(
-        *(each.float() if each.is_floating_point() else each for each in tiny.points()), batch_size=6
-    )
+    x, y = tiny.points()
+    loader = ds.data.Batches(x.float(), y, batch_size=6)
     before = {name: tensor.clone() for name, tensor in posterior.state_dict().items()}
     for _ in range(2):
         torch.manual_seed(3)

@@ -59,16 +59,20 @@ def flat_loss_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
 
 
 PRIOR_OF_FUNCTIONS = {
-    "data_size": 7,
-    "functional_prior": True,
-    "weight_prior_std": 2.0,
-    "likelihood": ds.Regression(1.0),
-}
-ANNEALED = {
-    "weight": partial(WeightRDE, data_size=50),
-    "function": partial(FunctionRDE, data_size=50),
-    "function, prior": partial(FunctionRDE, data_size=50, functional_prior=True, weight_prior_std=1.0),
-}
+    "data_size": 7, "functional_prior": True, "weight_prior_std": 2.0, "likelihood": ds.Regression(1.0),
+}  # fmt: skip
+
+
+def builders() -> dict:
+    at, function = torch.linspace(-1, 1, 28).double().reshape(7, 4), partial(FunctionRDE, data_size=50)
+    return {
+        "weight": partial(WeightRDE, data_size=50),
+        "function": function,
+        "function, noise": partial(function, repel_at="noise"),
+        "function, inputs": partial(function, repel_at=at),
+        "function, prior": partial(function, functional_prior=True, weight_prior_std=1.0),
+        "feature": partial(FeatureRDE, layer="2", head="3", projection=3),
+    }
 
 
 @pytest.mark.parametrize("score", ESTIMATORS)
@@ -484,13 +488,13 @@ def test_schedules_are_those_of_the_paper():
     torch.testing.assert_close(values(schedule="linear", weight=0.5)[-1], torch.tensor(0.5))
 
 
-@pytest.mark.parametrize("method", ANNEALED)
+@pytest.mark.parametrize("method", ["weight", "function", "function, prior"])
 def test_annealing_scales_the_driving_force_and_not_the_repulsion(method):
     nets, (x, y) = networks(), tiny.points()
 
     def gradients(annealing: Annealing | None, steps: int = 0) -> Tensor:
         torch.manual_seed(1)
-        posterior = ANNEALED[method](nets, annealing=annealing)
+        posterior = builders()[method](nets, annealing=annealing)
         posterior.steps += steps
         losses = posterior.backward(x, y)
         nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
@@ -639,16 +643,12 @@ def test_bad_layers_and_heads_are_clear_errors():
     nets = networks(2)
     refuses(lambda: FeatureRDE(nets, layer="features", head="2"), "expected layer of 0, 1, 2, got 'features'")
     refuses(lambda: FeatureRDE(nets, layer="1", head="classifier"), "expected head of 0, 1, 2, got 'classifier'")
-    refuses(
-        lambda: FeatureRDE(nets, layer="0", head="1"), "expected a head with parameters to share, got '1', which has"
-    )
+    refuses(lambda: FeatureRDE(nets, layer="0", head="1"), "expected a head with parameters to share, got '1', which")
     same_layer = FeatureRDE(nets, layer="2", head="2")
     refuses(lambda: same_layer.backward(*tiny.points()), "before the head '2', got '2', which runs after it")
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
-    refuses(
-        lambda: FeatureRDE(same, layer="1", head="2"), "expected encoders that start at different weights, got equal"
-    )
+    refuses(lambda: FeatureRDE(same, layer="1", head="2"), "expected encoders that start at different weights, got eq")
     tied = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     for net in tied:
         net[1].weight = net[0].weight

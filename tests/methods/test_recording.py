@@ -137,9 +137,8 @@ def test_validation_measures_and_cuts_nothing_off(build, expected):
     def run(validation):
         posterior = build()
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)  # overfits: the best epoch is an early one
-        history = ds.fit(
-            posterior, batches(), epochs=EPOCHS, validation=validation, optimizer=optimizer, progress=False
-        )
+        settings = {"validation": validation, "optimizer": optimizer, "progress": False}
+        history = ds.fit(posterior, batches(), epochs=EPOCHS, **settings)
         return posterior, history
 
     x, y = tiny.points(16, seed=1)

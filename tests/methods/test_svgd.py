@@ -25,9 +25,8 @@ def test_the_update_on_weights_is_that_of_the_paper():
     nets, (x, y) = test_rde.networks(), tiny.points()
     posterior = SVGD(nets, data_size=50)
     losses = posterior.backward(x, y)
-    expected = (
-        -tiny.svgd_direction(test_rde.flat_weights(nets).detach(), -50 * test_rde.flat_loss_gradients(nets, x, y)) / 50
-    )
+    slopes = test_rde.flat_loss_gradients(nets, x, y)
+    expected = -tiny.svgd_direction(test_rde.flat_weights(nets).detach(), -50 * slopes) / 50
     torch.testing.assert_close(test_rde.flat_gradients(posterior), expected, rtol=0, atol=1e-10)
     nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
     torch.testing.assert_close(losses, nll, rtol=0, atol=1e-12)
@@ -57,9 +56,8 @@ def test_the_prior_is_part_of_the_target(space):
     prior = w / (50 * 0.25)
     kernel = kernel_of(w if space == "weight" else torch.stack([net(x).detach() for net in nets]).flatten(1))
     expected = kernel @ prior / 4 if space == "weight" else kernel.mean(1, keepdim=True) * prior
-    torch.testing.assert_close(
-        test_rde.flat_gradients(posterior) - test_rde.flat_gradients(without), expected, rtol=0, atol=1e-10
-    )
+    moved = test_rde.flat_gradients(posterior) - test_rde.flat_gradients(without)
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-10)
 
 
 def test_accumulated_batches_equal_one_batch_in_mixed_precision():

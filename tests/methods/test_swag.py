@@ -156,9 +156,8 @@ def test_fit_spreads_twice_the_rank_over_the_last_quarter(monkeypatch):
     posterior, (x, y) = SWAG(tiny.mlp().double(), rank=2), tiny.points(40)
     seen = []
     add = posterior.recorder.snapshots.taken.add
-    monkeypatch.setattr(
-        posterior.recorder.snapshots.taken, "add", lambda: (seen.append(int(posterior.steps)), add())[1]
-    )
+    noted = lambda: (seen.append(int(posterior.steps)), add())[1]  # noqa: E731
+    monkeypatch.setattr(posterior.recorder.snapshots.taken, "add", noted)
     loader = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 40, 4)]
     ds.fit(posterior, loader, epochs=8, progress=False)
     assert seen == [65, 70, 75, 80]

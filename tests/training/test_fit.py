@@ -58,9 +58,8 @@ def test_the_score_is_the_mixtures_negative_log_likelihood():
     expected = -float(posterior.predict(x[:10]).log_prob(y[:10]).mean())
     assert validation_nll(posterior, [(x, y, weight)]) == pytest.approx(expected, abs=1e-12)
     posterior.temperature.fill_(3.0)
-    assert validation_nll(posterior, [(x, y)]) == pytest.approx(
-        -float(posterior.predict(x).log_prob(y).mean()), abs=1e-12
-    )
+    nll = -float(posterior.predict(x).log_prob(y).mean())
+    assert validation_nll(posterior, [(x, y)]) == pytest.approx(nll, abs=1e-12)
 
 
 def test_validation_of_pixels_weighs_images_and_skips_void():
@@ -136,9 +135,8 @@ def test_a_plateau_scheduler_sees_the_score_or_the_loss(validated):
     optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.0)
     validation = noisy_validation() if validated else None
-    history = ds.fit(
-        posterior, data(), epochs=8, optimizer=optimizer, scheduler=scheduler, validation=validation, **QUIET
-    )
+    settings = {"optimizer": optimizer, "scheduler": scheduler, "validation": validation}
+    history = ds.fit(posterior, data(), epochs=8, **settings, **QUIET)
     lr, best = 0.5, math.inf
     for epoch in history.epochs:
         assert epoch.lr == pytest.approx(lr)
@@ -323,9 +321,8 @@ def test_mixed_precision_comes_close(engine):
         posterior = ds.DeepEnsemble([tiny.mlp() for _ in range(3)])
         loader = [(x.float(), y) for x, y in data()]
         optimizer = SGD(posterior.parameters(), lr=0.1)
-        history = ds.fit(
-            posterior, loader, epochs=5, precision=precision, optimizer=optimizer, engine=engine, progress=False
-        )
+        settings = {"precision": precision, "optimizer": optimizer, "engine": engine, "progress": False}
+        history = ds.fit(posterior, loader, epochs=5, **settings)
         assert all(p.dtype == torch.float32 for p in posterior.parameters())
         losses.append([epoch.loss for epoch in history.epochs])
     assert losses[0] != losses[1]
@@ -508,9 +505,8 @@ def test_a_learned_noise_is_found_in_a_short_run():
     x = torch.randn(400, 1, generator=generator)
     y = x + 0.1 * torch.randn(400, 1, generator=generator)
     torch.manual_seed(0)
-    posterior = ds.DeepEnsemble(
-        [ds.nets.MLP(1, 1, hidden=(32,)) for _ in range(3)], likelihood=ds.Regression("learned")
-    )
+    networks = [ds.nets.MLP(1, 1, hidden=(32,)) for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks, likelihood=ds.Regression("learned"))
     ds.fit(posterior, ds.data.Batches(x, y, batch_size=50, shuffle=True, seed=0), epochs=30, progress=False)
     noise = posterior.particles.own_parameters()["likelihood.log_noise"].detach().exp()
     assert float(noise.max()) < 0.25

@@ -70,9 +70,8 @@ def with_two_names() -> nn.Module:
 
 def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_was_there():
     network, x = with_two_names().double(), torch.randn(3, 4, dtype=torch.float64)
-    assert [name for name, _ in named_submodules(network)] == [
-        f"{name}." if name else "" for name, _ in network.named_modules()
-    ]
+    expected = [f"{name}." if name else "" for name, _ in network.named_modules()]
+    assert [name for name, _ in named_submodules(network)] == expected
     assert are_those_of(network)
     before = {name: (id(t), t.clone()) for name, t in network.state_dict(keep_vars=True).items()}
     mine, others = ({n: torch.randn_like(t) for n, t in tensors.items()} for tensors in named_tensors(network))

@@ -59,9 +59,8 @@ def test_if_all_are_near_chance_none_is_taken_and_without_a_test_nothing_is_advi
     guesses = results_of_evaluations({n: evaluation(0.1 * i, accuracy=0.25) for i, n in enumerate("ab")}, "t")
     found = recommend(guesses, measures_and_draws(guesses)[1])
     assert (found.method, found.title) == (None, "Take none: no method is better than a constant answer")
-    plain = {
-        n: Evaluation("classification", {"nll": v, "accuracy": 0.9}, {}, "entropy") for n, v in (("a", 1.0), ("b", 0.5))
-    }
+    numbers = {n: {"nll": v, "accuracy": 0.9} for n, v in (("a", 1.0), ("b", 0.5))}
+    plain = {n: Evaluation("classification", each, {}, "entropy") for n, each in numbers.items()}
     found = recommend(untested := results_of_evaluations(plain, "t"), measures_and_draws(untested)[1])
     assert (found.method, found.table) == (None, None)
     assert found.title.startswith("No advice")

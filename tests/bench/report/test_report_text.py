@@ -129,9 +129,8 @@ def test_the_choice_is_made_on_validation_rows_whatever_the_test_says():
 
 
 def test_equal_values_choose_the_smallest_and_one_value_is_no_sweep():
-    found = swept(
-        {"forde": [0.5], "forde-a": [0.5], "forde-b": [0.5]}, dict.fromkeys(("forde", "forde-a", "forde-b"), 0.1)
-    )
+    names = ("forde", "forde-a", "forde-b")
+    found = swept({name: [0.5] for name in names}, dict.fromkeys(names, 0.1))
     assert sweep_of(found).chosen == "forde"
     assert sweep_of(results({"forde": [evaluation(rmse=1.0)]}, sweep=SettingSweep("alpha", {"forde": 0.0}))) is None
 
@@ -259,12 +258,9 @@ def test_every_pair_is_looked_at_not_only_pairs_with_the_baseline():
     given = results_beside(reference, **{name: (0.9, value, 0.8) for name, value in nll.items()})
     listed = orderings(given, measures(given.methods["map"][0]))
     assert [(each.ahead, each.behind, each.gap > 0) for each in listed] == [
-        ("deep_ensemble", "swag", True),
-        ("deep_ensemble", "tradi", True),
-        ("deep_ensemble", "mc_dropout", True),
-        ("swag", "tradi", False),
-        ("swag", "mc_dropout", False),
-    ]
+        ("deep_ensemble", "swag", True), ("deep_ensemble", "tradi", True), ("deep_ensemble", "mc_dropout", True),
+        ("swag", "tradi", False), ("swag", "mc_dropout", False),
+    ]  # fmt: skip
     said = reference_sentences(given, measures(given.methods["map"][0]))
     assert said[0] == "2 of 5 orderings of two methods are not as published."
     assert ["swag is ahead of" in each for each in said] == [False, True, True]
@@ -355,11 +351,8 @@ def test_the_table_has_what_was_promised_and_what_came_of_it(evaluations):
     assert found["conformal/coverage"].best == 0.8
     assert found["conformal/coverage"].samples == (("test/conformal/covered",),)
     assert {
-        "conformal/size",
-        "conformal/hard/coverage",
-        "corrupt/conformal/coverage",
-        "ood_gate/refused",
-    } <= found.keys()
+        "conformal/size", "conformal/hard/coverage", "corrupt/conformal/coverage", "ood_gate/refused",
+    } <= found.keys()  # fmt: skip
     assert found["conformal/size"].best is None  # empty sets are the smallest
     risk = found["selective/risk"]
     arrays = [evaluations["first"][0].arrays[name] for name in risk.samples[0]]

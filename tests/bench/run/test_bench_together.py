@@ -292,9 +292,8 @@ def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path,
     if method == "map":  # one function, kept at the last epoch or at the best
         ends = {name: looked.arrays[f"curves/over/{name}"].tolist() for name in ("test/nll", "noise/memorised")}
         assert any(each == pytest.approx(looked.metrics["nll"], rel=1e-6) for each in ends["test/nll"])
-        assert any(
-            each == pytest.approx(looked.metrics["noise/memorised"], rel=1e-12) for each in ends["noise/memorised"]
-        )
+        share = pytest.approx(looked.metrics["noise/memorised"], rel=1e-12)
+        assert any(each == share for each in ends["noise/memorised"])
 
 
 def test_curves_of_a_regression_are_refused(tmp_path):

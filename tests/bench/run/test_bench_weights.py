@@ -227,8 +227,7 @@ def test_the_folder_of_the_data_comes_before_that_of_the_task(tmp_path):
     assert find_file(str(second / "w.pt"), [first]) == second / "w.pt"
     for folders, places in (([first, second], ".*data/v.pt or .*task/v.pt"), ([], "v.pt")):
         told = rf"expected network.weights = 'v.pt' at {places}, got nothing there"
-        with pytest.raises(FileNotFoundError, match=told):
-            find_file("v.pt", folders, "network.weights = ")
+        refuses(partial(find_file, "v.pt", folders, "network.weights = "), told, FileNotFoundError)
 
 
 TASK = """
