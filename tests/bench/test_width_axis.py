@@ -248,10 +248,8 @@ def made() -> list[WidthRow]:
         shift = 1e-4 * seed
         for i, members in enumerate((1, 2, 4)):
             narrow = {
-                "factor": 0.5,
-                "parameters": 50 + members,
-                "member_accuracy": 0.8 - (0.04 + 1e-4 * (seed - 1)) * i,
-            }
+                "factor": 0.5, "parameters": 50 + members, "member_accuracy": 0.8 - (0.04 + 1e-4 * (seed - 1)) * i,
+            }  # fmt: skip
             wide = {"factor": 2.0, "parameters": 200 + members, "member_accuracy": 0.9 + shift}
             rows.append(row("batch_ensemble", members, seed, 0.8 - 0.02 * i + shift, **narrow))
             rows.append(row("batch_ensemble", members, seed, 0.9 + 0.01 * i + shift, **wide))

@@ -58,11 +58,9 @@ def by_hand(posterior: Coupled, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 STRATEGIES = {
-    "vectorised": gradients.vectorised_gradients,
-    "looped": gradients.looped_gradients,
-    "looped, graphs kept": gradients.looped_keeping_graphs,
-    "automatic": gradients.automatic_gradients,
-}
+    "vectorised": gradients.vectorised_gradients, "looped": gradients.looped_gradients,
+    "looped, graphs kept": gradients.looped_keeping_graphs, "automatic": gradients.automatic_gradients,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)

@@ -342,12 +342,10 @@ def doubled(x):
 @pytest.mark.parametrize(
     ("kind", "keywords"),
     [
-        (ds.data.Batches, {"shuffle": True, "seed": 3}),
-        (ds.data.Batches, {"shuffle": True, "augment": doubled}),
-        (Counted, {}),
-        pytest.param(ds.data.Batches, {}, marks=pytest.mark.slow),
+        (ds.data.Batches, {"shuffle": True, "seed": 3}), (ds.data.Batches, {"shuffle": True, "augment": doubled}),
+        (Counted, {}), pytest.param(ds.data.Batches, {}, marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_each_rank_reads_its_own_rows_of_batches_in_memory(kind, keywords):
     """Of every epoch's first batch all, to be compared; of a last one of two rows each rank has one. Batches that are
     augmented, or of a kind of their own, are read whole."""

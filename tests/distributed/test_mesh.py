@@ -253,11 +253,9 @@ def of_a_bench(trainings):
         logging.getLogger("dissensus").warning("a remark")
     torchrun_ranks.wait()
     return (
-        torchrun_ranks.rank(),
-        list(torchrun_ranks.groups_of_this_rank(trainings)),
-        torchrun_ranks.is_training_shared(len(trainings)),
-        out.getvalue(),
-    )
+        torchrun_ranks.rank(), list(torchrun_ranks.groups_of_this_rank(trainings)),
+        torchrun_ranks.is_training_shared(len(trainings)), out.getvalue(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("trainings", "dealt", "shared"), [("abc", ["ac", "b"], False), ("a", ["a", ""], True)])

@@ -78,10 +78,8 @@ def test_iBNNs_bias_latent_is_one_number_for_each_layer_with_a_bias():
     network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3, bias=False))
     made = add_node_latents(network, "in", bias=True)
     assert [(site.layer, site.part, site.width) for site in made.sites] == [
-        ("0", "before", 4),
-        ("0", "bias", 1),
-        ("1", "before", 6),
-    ]
+        ("0", "before", 4), ("0", "bias", 1), ("1", "before", 6),
+    ]  # fmt: skip
     assert (made.latents, made.widths) == (11, (5, 6))
     x, z = torch.randn(2, 4), torch.rand(made.latents) + 0.5
     layer = made.network[0]

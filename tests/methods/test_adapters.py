@@ -105,11 +105,9 @@ def test_a_base_that_members_would_train_or_change_is_refused():
 
 
 DRAWN = (
-    (ds.SWAG, {"samples": 2, "rank": 2}),
-    (ds.TRADI, {"samples": 2}),
-    (ds.SnapshotEnsemble, {"members": 2}),
+    (ds.SWAG, {"samples": 2, "rank": 2}), (ds.TRADI, {"samples": 2}), (ds.SnapshotEnsemble, {"members": 2}),
     (ds.SGHMC, {"members": 3, "cycles": 1, "data_size": 12}),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("drawn", "several"), thinned(DRAWN, [False, True], every=2))

@@ -115,11 +115,9 @@ def test_the_scale_of_all_lengthscales_does_not_matter():
     gradients = torch.randn(4, 3, 2, dtype=torch.float64)
     larger = Lengthscales(ROTATED.eigenvectors, 100 * ROTATED.precision)
     torch.testing.assert_close(
-        kernels.input_gradient_log_density(gradients, larger),
-        kernels.input_gradient_log_density(gradients, ROTATED),
-        rtol=0,
-        atol=1e-12,
-    )
+        kernels.input_gradient_log_density(gradients, larger), kernels.input_gradient_log_density(gradients, ROTATED),
+        rtol=0, atol=1e-12,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])

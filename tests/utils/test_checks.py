@@ -44,12 +44,10 @@ def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
 @pytest.mark.parametrize(
     ("method", "keyword"),
     [
-        (ds.MCDropout, "rate"),
-        (ds.SWAG, "posterior_temperature"),
-        (ds.TRADI, "bandwidth"),
+        (ds.MCDropout, "rate"), (ds.SWAG, "posterior_temperature"), (ds.TRADI, "bandwidth"),
         (ds.GaussianPerturbation, "noise"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_no_numbers_are_named(method, keyword):
     with pytest.raises(TypeError, match=f"^expected {keyword} as a number, got '0.5'; pass a float"):
         method(tiny.mlp(dropout=0.1), **{keyword: "0.5"})
@@ -162,12 +160,10 @@ def test_function_transforms_are_told_apart(transform, expected) -> None:
     def function(x: Tensor) -> Tensor:
         found.append(
             (
-                torch_private.in_function_transform(),
-                torch_private.in_vmap(),
-                torch_private.is_transformed(x),
+                torch_private.in_function_transform(), torch_private.in_vmap(), torch_private.is_transformed(x),
                 torch_private.has_vmap_axis(x),
             )
-        )
+        )  # fmt: skip
         return x.sum()
 
     transform(function)(torch.ones(3))

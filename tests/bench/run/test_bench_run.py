@@ -147,8 +147,7 @@ def test_the_csv_holds_every_metric_in_full(benched):
 
 
 def test_a_run_measures_what_evaluate_measures(benched):
-    folder, _, _ = benched
-    run = Run.open(folder / "deep_ensemble-seed0")
+    run = Run.open(benched[0] / "deep_ensemble-seed0")
     stored = read_evaluation(run.folder)
     loaders = run.loader(run.data.test), {"far_ring": run.loader(run.data.ood["far_ring"])}
     direct = evaluate(ds.load(run.folder / "posterior"), loaders[0], ood=loaders[1], score="entropy")
@@ -163,8 +162,7 @@ def test_a_run_measures_what_evaluate_measures(benched):
 
 
 def test_seeds_differ_and_repeat(benched, tmp_path):
-    folder, _, _ = benched
-    first, second = (read_evaluation(folder / f"map-seed{i}").metrics["nll"] for i in (0, 1))
+    first, second = (read_evaluation(benched[0] / f"map-seed{i}").metrics["nll"] for i in (0, 1))
     assert first != second
     assert trained(moons(folder=tmp_path / "again", seed=1)).evaluate().metrics["nll"] == second
 

@@ -268,10 +268,8 @@ def test_what_is_memorised_is_counted_at_the_wrong_rows_alone():
     rows = TaskRows(torch.zeros(5, 1), torch.tensor([0, 1, 2, 2, 2]), torch.tensor([0, 1, 0, 1, 2]))
     found = compare_with_labels(torch.tensor([0, 0, 2, 1, 2]), rows)
     assert {name: each.tolist() for name, each in found.items()} == {
-        "noise/memorised": [True, False],
-        "noise/recovered": [False, True],
-        "noise/clean": [True, False, True],
-    }
+        "noise/memorised": [True, False], "noise/recovered": [False, True], "noise/clean": [True, False, True],
+    }  # fmt: skip
     assert compare_with_labels(torch.zeros(5), TaskRows(rows.x, rows.y)) == {}
 
 
