@@ -330,8 +330,8 @@ def test_a_first_layer_prior_is_made_from_the_training_rows_and_replaces_weight_
     ('{layer = "layers.0", data_size = 1}', "unexpected keyword argument 'data_size'"),
 ])  # fmt: skip
 def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message):
-    task = load_task("lengthscales", size="smoke", overrides=[f"method.map.prior={{empcov = {value}}}"])
-    refuses(lambda: run_config(task, "map", 0), message)
+    overrides = [f"method.map.prior={{empcov = {value}}}"]
+    refuses(lambda: run_config(load_task("lengthscales", size="smoke", overrides=overrides), "map", 0), message)
 
 
 def test_repulsion_by_the_number_of_data_is_told_it():
