@@ -315,9 +315,10 @@ def test_a_folder_of_another_torch_is_read_where_only_the_words_for_a_norm_layer
 
 
 def scaled(factor, act=torch.tanh):
-    """A network that reads an attribute."""
-    parts = {"layer": nn.Linear(4, 3), "factor": factor, "act": act}
-    return tiny.Network(lambda self, x: self.act(self.layer(x * self.factor)), **parts)
+    """A network that reads attributes, of which none is a buffer."""
+    network = tiny.Network(lambda self, x: self.act(self.layer(x * self.factor)), layer=nn.Linear(4, 3), act=act)
+    network.factor = factor
+    return network
 
 
 def times(factor):
