@@ -28,13 +28,9 @@ def add_adapters(base: nn.Sequential) -> nn.Sequential:
 
 def small_base(width: int = 16, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     layers = (
-        nn.Linear(4, width),
-        nn.BatchNorm1d(width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.Tanh(),
+        nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(),
         nn.Linear(width, 3),
-    )
+    )  # fmt: skip
     return nn.Sequential(*layers).to(dtype)
 
 

@@ -30,9 +30,8 @@ def splice(raw: bytes, generator: random.Random) -> bytes:
     a, b = sorted(generator.randrange(len(raw) + 1) for _ in range(2))
     b = min(b, a + 300)
     at = generator.randrange(len(raw) + 1)
-    return generator.choice(
-        (raw[:at] + raw[a:b] + raw[at:], raw[:a] + raw[b:], raw[:at] + raw[a:b] + raw[at + b - a :])
-    )
+    changed = (raw[:at] + raw[a:b] + raw[at:], raw[:a] + raw[b:], raw[:at] + raw[a:b] + raw[at + b - a :])
+    return generator.choice(changed)
 
 
 def insert(raw: bytes, generator: random.Random) -> bytes:

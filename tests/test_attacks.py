@@ -405,12 +405,10 @@ def test_every_number_is_that_of_the_attack_by_hand(members):
         for epsilon in (0, *RADII):
             said = posterior.predict(attack(epsilon).inputs if epsilon else x)
             expected = {
-                "accuracy": metrics.accuracy(said.mean, y),
-                "nll": metrics.nll(said.log_mean, y),
-                "ece": metrics.ece(said.mean, y),
-                "entropy": said.total.mean(),
+                "accuracy": metrics.accuracy(said.mean, y), "nll": metrics.nll(said.log_mean, y),
+                "ece": metrics.ece(said.mean, y), "entropy": said.total.mean(),
                 "mutual_information": said.epistemic.mean(),
-            }
+            }  # fmt: skip
             each.append(expected)
             for key, value in expected.items():
                 if epsilon:

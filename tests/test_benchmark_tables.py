@@ -136,14 +136,8 @@ def test_the_page_of_tables_says_where_networks_are_better_and_where_not(benchma
     import regression_page as page
 
     facts = {
-        "columns": "4",
-        "scikit-learn": "1",
-        "mapie": "1",
-        "tabm": "1",
-        "commit": "c",
-        "torch": "t",
-        "device": "cpu",
-    }
+        "columns": "4", "scikit-learn": "1", "mapie": "1", "tabm": "1", "commit": "c", "torch": "t", "device": "cpu",
+    }  # fmt: skip
 
     def rows(name, size, model, error):  # differences of a hundredth over splits
         each = dict.fromkeys(("width90", "seconds"), "1") | {"coverage90": "0.91" if name == "a" else "0.89"}
@@ -181,9 +175,8 @@ def test_tables_are_packed_with_disjoint_splits_within_limits(benchmarks, monkey
     assert sorted(sets.of_uci(tmp_path, "concrete").train[0]) == list(range(10))  # a standard split
     table = sets.with_splits(x, x[:, 0], [1])
     assert (table.train.shape, table.test.shape) == ((10, sets.MOST_TRAIN), (10, sets.MOST_TEST))
-    assert all(
-        len({*train, *test}) == len(train) + len(test) for train, test in zip(table.train, table.test, strict=True)
-    )
+    pairs = zip(table.train, table.test, strict=True)
+    assert all(len({*train, *test}) == len(train) + len(test) for train, test in pairs)
     monkeypatch.setattr(sets, "sources", lambda uci: {"t": lambda: table})
     sets.pack(tmp_path / "packed", tmp_path)
     assert all(np.array_equal(*both) for both in zip(sets.read_table(tmp_path / "packed", "t"), table, strict=True))

@@ -112,9 +112,8 @@ def test_ood_scores_are_ranked_in_float64_and_by_the_score_asked_for():
         result = evaluate(posterior, Batches(x, y, batch_size=60), ood=loaders, score=name)
         assert result.arrays[f"ood/far/score/{name}"].dtype == torch.float64
         assert torch.allclose(result.arrays[f"test/score/{name}"], score(predictive), atol=1e-6)
-        assert result.metrics["ood/far/auroc"] == pytest.approx(
-            float(metrics.auroc(score(predictive), score(foreign))), abs=1e-9
-        )
+        auroc = float(metrics.auroc(score(predictive), score(foreign)))
+        assert result.metrics["ood/far/auroc"] == pytest.approx(auroc, abs=1e-9)
         if name == "max_probability":
             pairs = zip(predictive.log_probs, foreign.log_probs, strict=True)
             alone = [float(metrics.auroc(*map(metrics.max_probability_score, pair))) for pair in pairs]
@@ -323,9 +322,8 @@ def test_segmentation_metrics_are_those_of_all_pixels_at_once():
     }
     for name, value in expected.items():
         assert result.metrics[name] == pytest.approx(float(value), abs=1e-6), name
-    smooth, adaptive = (
-        float(metric(predictive.mean, y, ignore_index=255)) for metric in (metrics.smooth_ece, metrics.adaptive_ece)
-    )
+    errors = (metrics.smooth_ece, metrics.adaptive_ece)
+    smooth, adaptive = (float(error(predictive.mean, y, ignore_index=255)) for error in errors)
     assert result.metrics["smooth_ece"] == pytest.approx(smooth, abs=4e-4)  # of binned confidences
     assert result.metrics["adaptive_ece"] == pytest.approx(
         adaptive, abs=4e-4 + 14 / 540
@@ -447,11 +445,8 @@ def test_the_table_is_grouped_and_aligned_and_leaves_out_single_corruptions():
             heading = line
     names = list(groups)
     expected = {
-        "nll": "Accuracy",
-        "smooth_ece": "Calibration",
-        "augrc": "Refusing to answer",
-        "cost/parameters": "Cost",
-    }
+        "nll": "Accuracy", "smooth_ece": "Calibration", "augrc": "Refusing to answer", "cost/parameters": "Cost",
+    }  # fmt: skip
     expected |= {"mine/hard/coverage": "Guarantees", "ood/far/auroc": "Foreign inputs", "corrupt/nll": "Robustness"}
     assert {name: groups[name] for name in expected} == expected
     assert "Other" not in groups.values()

@@ -294,17 +294,15 @@ def test_an_ensemble_in_half_precision_is_exported_and_leaves_torch_as_it_was(tm
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt2"]  # of the refused one there is nothing
 
 
-class Tampered(nn.Module):
+def tampered(module):
     """A module whose truth value of the first row is another."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
 
     def forward(self, x):
         found = self.module(x)
         first = torch.ones_like(found["gate"], dtype=torch.int64).cumsum(0) == 1
         return found | {"gate": found["gate"] ^ first}
+
+    return tiny.Network(forward, module=module)
 
 
 def test_a_gate_checked_on_few_rows_may_differ_only_where_the_score_is_at_the_threshold(tmp_path, monkeypatch):
@@ -316,7 +314,7 @@ def test_a_gate_checked_on_few_rows_may_differ_only_where_the_score_is_at_the_th
     programs = []
 
     def traced(module, *rest):  # both times what the first one was: the first row's answer is turned around anyway
-        programs.append(programs[0] if programs else trace(Tampered(module), *rest))
+        programs.append(programs[0] if programs else trace(tampered(module), *rest))
         return programs[0]
 
     monkeypatch.setattr(export_model, "trace", traced)
@@ -328,15 +326,9 @@ def test_a_gate_checked_on_few_rows_may_differ_only_where_the_score_is_at_the_th
     assert len(programs) == 3  # members at once, and again in turn
 
 
-class Summed(nn.Module):
+def summed(network, **x):
     """Inputs by any names, added up with other weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def forward(self, **x):
-        return self.layers(sum(i * each for i, each in enumerate(x.values(), start=1)))
+    return network.layers(sum(i * each for i, each in enumerate(x.values(), start=1)))
 
 
 NAMES = [
@@ -356,7 +348,8 @@ def test_an_onnx_file_says_what_predict_says_by_the_names_of_inputs_and_outputs(
     names, inside = given
     onnx = pytest.importorskip("onnx")
     torch.manual_seed(0)
-    posterior = ds.BatchEnsemble(Summed(), members=2, modulation=ds.Modulation.normal(1.0, 0.5))
+    network = tiny.Network(summed, layers=nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    posterior = ds.BatchEnsemble(network, members=2, modulation=ds.Modulation.normal(1.0, 0.5))
     _, y = labelled(30)
     x = {name: torch.randn(30, 4) for name in names}
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)

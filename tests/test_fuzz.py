@@ -387,12 +387,9 @@ def test_a_small_file_cannot_take_much_time_or_memory(name, tmp_path):
         path.write_bytes(content if isinstance(content, bytes) else in_memory(content))
     assert path.stat().st_size < 1_000_000
     read = {
-        "idx": file_formats.read_idx,
-        "npz": file_formats.read_npz,
-        "pickle": file_formats.read_cifar_python,
-        "mat": file_formats.read_mat,
-        "toml": lambda path: load_task(str(path)),
-    }[kind]
+        "idx": file_formats.read_idx, "npz": file_formats.read_npz, "pickle": file_formats.read_cifar_python,
+        "mat": file_formats.read_mat, "toml": lambda path: load_task(str(path)),
+    }[kind]  # fmt: skip
     before = peak_memory(reset=True)
 
     def refused() -> None:

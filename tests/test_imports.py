@@ -82,15 +82,8 @@ HEAVY_ALLOWED = {
 FLOORS = {
     "plots": ["charts", "segmentation_maps", "prediction_figures"],
     "bench": [
-        "setting_checks user_code torchrun_ranks",
-        "report",
-        "rows",
-        "task",
-        "run",
-        "theory_studies capacity_table",
-        "width_axis",
-        "run_grid",
-        "cli",
+        "setting_checks user_code torchrun_ranks", "report", "rows", "task", "run", "theory_studies capacity_table",
+        "width_axis", "run_grid", "cli",
     ],
     "bench/report": [
         "results measures comparisons tables prose published_numbers recommendation",
@@ -108,7 +101,7 @@ FLOORS = {
         "jobs",
         "segment_images",
     ],
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -117,9 +110,8 @@ def imported(path: Path, *, types: bool = True) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     tree = ast.parse(path.read_text())
     if not types:
-        tree.body = [
-            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        ]
+        typing = lambda node: isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)  # noqa: E731
+        tree.body = [node for node in tree.body if not typing(node)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
@@ -192,9 +184,8 @@ def test_rooms_stand_above_one_another():
 
 def test_every_file_of_a_room_with_floors_stands_on_one():
     for room, floors in FLOORS.items():
-        there = {
-            path.stem for path in (SOURCE / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-        }
+        paths = (SOURCE / room).iterdir()
+        there = {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()}
         assert {name for names in floors for name in names.split()} == there - {"__init__"}, room
 
 
@@ -219,9 +210,8 @@ def test_the_library_is_as_light_as_the_page_for_contributors_says(weights):
     total = sum(weights.values(), weight.Weight())
     assert total.guards <= 0.075 * total.lines
     assert total.raises <= 0.018 * total.lines
-    said = [
-        int(cell.replace(",", "")) for cell in re.findall(r"[|] all [|] \d+ [|] ([\d,]+) [|]", weight.PAGE.read_text())
-    ]
+    cells = re.findall(r"[|] all [|] \d+ [|] ([\d,]+) [|]", weight.PAGE.read_text())
+    said = [int(cell.replace(",", "")) for cell in cells]
     assert len(said) == 1
     assert abs(total.lines - said[0]) <= 0.02 * total.lines, "run python benchmarks/weight.py --write"
 

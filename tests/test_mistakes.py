@@ -139,15 +139,9 @@ def test_fit_sets_the_rate_of_the_default_optimizer_and_learned_noise_keeps_its_
     assert history[0].lr == expected[0]
 
 
-STEEP = [
-    ({}, True, ", or lr=0.003"),
-    ({"lr": 2e-3}, True, ""),
-    ({"lr": 0.1, "epochs": 30}, False, ""),
-    ({"epochs": 2}, False, ""),
-]
-
-
-@pytest.mark.parametrize(("settings", "said", "advice"), STEEP)
+@pytest.mark.parametrize(("settings", "said", "advice"), [
+    ({}, True, ", or lr=0.003"), ({"lr": 2e-3}, True, ""), ({"lr": 0.1, "epochs": 30}, False, ""), ({"epochs": 2}, False, ""),
+])  # fmt: skip
 def test_a_loss_that_still_falls_is_said_with_its_numbers_and_a_rate_to_try(settings, said, advice, capsys):
     torch.manual_seed(0)
     posterior, x = ds.MAP(network()), 20 * points()[0]

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import dissensus as ds
 import tiny
@@ -109,12 +109,8 @@ def test_bad_data_is_a_clear_error(call):
 
 @pytest.mark.parametrize("call", [ds.predict, ds.summarise])
 def test_a_loader_may_not_know_its_length(call):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from zip(*tiny.points(20), strict=True)
-
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
-    found = call(posterior, DataLoader(Stream(), batch_size=6))
+    found = call(posterior, DataLoader(tiny.Stream(lambda: zip(x, y, strict=True)), batch_size=6))
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
     assert torch.equal(found.targets, y)
 
@@ -124,8 +120,7 @@ def test_networks_no_data_and_unknown_precisions_are_refused(tmp_path):
     with pytest.raises(TypeError, match="expected a posterior, got Sequential; wrap the network"):
         ds.predict(tiny.mlp(), batches())
     for call in (ds.predict, ds.summarise):
-        with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
-            call(posterior, [])
+        refuses(functools.partial(call, posterior, []), "expected at least one batch from the loader, got none")
     ds.save(posterior, tmp_path)
     refuses(lambda: ds.summarise(tmp_path, [], network=tiny.mlp()), "at least one batch")
     refuses(lambda: ds.predict(posterior, batches(), precision="fp8"), "expected precision of float32, bf16, got")
@@ -343,16 +338,9 @@ def test_a_member_whose_mean_is_infinite_is_named():
 
 def test_a_class_that_cannot_be_is_no_divergence():
     """A logit of −∞ is how a network rules a class out."""
+    net = lambda: tiny.Network(lambda self, x, mask: self.linear(x) + mask, linear=nn.Linear(4, 3))  # noqa: E731
 
-    class RulesOut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
-
-        def forward(self, x, mask):
-            return self.linear(x) + mask
-
-    posterior, (x, y) = tiny.ensemble(RulesOut), tiny.points()
+    posterior, (x, y) = tiny.ensemble(net), tiny.points()
     mask = torch.zeros(12, 3, dtype=F64)
     mask[:, 2] = -torch.inf
     found = posterior.predict((x, mask))
@@ -368,8 +356,7 @@ def test_inputs_that_are_not_numbers_are_refused(value):
     x[5, 1] = value
     foreign = {"other": [(x, y)]}
     for call in (*ways(posterior, x, y), lambda: ds.evaluate(posterior, [tiny.points()], ood=foreign)):
-        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
-            call()
+        refuses(call, "expected finite inputs, got NaN or infinity in row")
 
 
 @pytest.mark.parametrize("tile", [None, 9, (8, 30), (64, 7)])
@@ -427,9 +414,8 @@ def test_what_is_no_image_or_no_segmentation_is_refused():
 
 
 def pixels():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.3), nn.Conv2d(4, 3, 1)
-    ).double()
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.3), nn.Conv2d(4, 3, 1)
+    return nn.Sequential(*layers).double()
 
 
 @pytest.mark.parametrize("make", [
@@ -444,9 +430,8 @@ def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
     posterior, sizes, add = make(), [], RunningSummary.add
     image = torch.randn(3, 9, 7, dtype=F64)
     ds.refresh(posterior, [(image[None], torch.zeros(1, 9, 7, dtype=torch.int64))])
-    monkeypatch.setattr(
-        RunningSummary, "add", lambda self, part: (sizes.append(len(part.member_means)), add(self, part))
-    )
+    noted = lambda self, part: (sizes.append(len(part.member_means)), add(self, part))  # noqa: E731
+    monkeypatch.setattr(RunningSummary, "add", noted)
     found, whole = ds.predict_image(posterior, image), posterior.predict(image[None])
     assert sizes == [1] * len(whole.member_means)
     torch.testing.assert_close(found.mean, whole.mean[0], rtol=0, atol=1e-12)

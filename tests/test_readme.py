@@ -115,9 +115,8 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path, whole, tmp_path, 
         import nbformat
         from nbclient import NotebookClient
 
-        cells = NotebookClient(
-            nbformat.read(path, 4), timeout=120, resources={"metadata": {"path": str(tmp_path)}}
-        ).execute()["cells"]
+        settings = {"timeout": 120, "resources": {"metadata": {"path": str(tmp_path)}}}
+        cells = NotebookClient(nbformat.read(path, 4), **settings).execute()["cells"]
         assert not [o for c in cells for o in c.get("outputs", []) if o["output_type"] == "error"]
     else:  # the same code in the same order, without a kernel
         monkeypatch.chdir(tmp_path)

@@ -52,9 +52,8 @@ def _exists(module: str) -> bool:
 
 def test_nothing_speaks_of_a_module_that_is_gone():
     gone = {old for old, _ in MODULES if not _exists(old)}
-    dotted = re.compile(
-        r"\bdissensus\.(" + "|".join(sorted(map(re.escape, gone), key=len, reverse=True)) + r")\b(?!\.?\w*\()"
-    )
+    names = "|".join(sorted(map(re.escape, gone), key=len, reverse=True))
+    dotted = re.compile(r"\bdissensus\.(" + names + r")\b(?!\.?\w*\()")
     paths, file = {old.replace(".", "/") for old in gone if "." in old}, re.compile(r"(?<![\w/])([\w/]+)\.py\b")
     found = []
     for path in TEXTS:

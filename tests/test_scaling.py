@@ -77,12 +77,9 @@ def test_rows_that_exchange_nothing_wait_once_an_epoch():
     steps = 1000
     free, _ = model.epoch_seconds(work, model.Layout(64, 1), cluster, steps, np.random.default_rng(0))
     tied, _ = model.epoch_seconds(
-        model.Work("coupled", 64, 10, compared=1, start=1.0),
-        model.Layout(64, 1),
-        cluster,
-        steps,
+        model.Work("coupled", 64, 10, compared=1, start=1.0), model.Layout(64, 1), cluster, steps,
         np.random.default_rng(0),
-    )
+    )  # fmt: skip
     assert free / steps - 1 == pytest.approx(0.1 * (1 + math.sqrt(2 * math.log(64) / steps)), rel=0.05)
     assert tied / steps - 1 == pytest.approx(0.1 * sum(1 / k for k in range(1, 65)), rel=0.05)
 

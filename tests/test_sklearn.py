@@ -33,16 +33,10 @@ def houses(rows=120, seed=0):
     rng = np.random.default_rng(seed)
     size = rng.uniform(20, 200, rows)
     city = rng.choice(["Oslo", "Rome", "Bern"], rows)
-    frame = pd.DataFrame(
-        {
-            "size": size,
-            "city": pd.Categorical(city),
-            "year": rng.integers(1950, 2020, rows),
-            "seen": pd.Timestamp("2024-05-01") + pd.to_timedelta(rng.integers(0, 60, rows), unit="D"),
-            "rooms": np.where(rng.random(rows) < 0.2, np.nan, size // 30),
-        },
-        index=rng.permutation(10 * rows)[:rows],
-    )
+    columns = {"size": size, "city": pd.Categorical(city), "year": rng.integers(1950, 2020, rows)}
+    columns["seen"] = pd.Timestamp("2024-05-01") + pd.to_timedelta(rng.integers(0, 60, rows), unit="D")
+    columns["rooms"] = np.where(rng.random(rows) < 0.2, np.nan, size // 30)
+    frame = pd.DataFrame(columns, index=rng.permutation(10 * rows)[:rows])
     price = 5e5 + 3e3 * size + 1e5 * (city == "Oslo") + rng.normal(0, 1e4, rows)
     return frame, pd.Series(price, index=frame.index, name="price")
 
@@ -393,7 +387,12 @@ def test_a_dict_of_columns_is_a_table(regressor):
     refuses(lambda: Regressor(**SMALL).fit({"a": [1, 2], "b": [1]}, [1, 2]), "expected columns of one length")
 
 
-def test_targets_may_be_transformed():
+def test_targets_may_have_several_columns_or_be_transformed():
+    x, y = houses()
+    both = np.stack([y, -2 * y + 7], 1)
+    fitted = Regressor(**SMALL).fit(x, both)
+    assert fitted.predict(x).shape == fitted.predict(x, interval=0.5).upper.shape == (120, 2)
+    assert fitted.score(x, both) > 0.9
     x, y = houses(60)
     quick = Regressor(**SMALL | {"epochs": 2})
     logarithms = TransformedTargetRegressor(quick, func=np.log, inverse_func=np.exp).fit(x, y)
@@ -423,15 +422,6 @@ def test_conformal_sets_and_intervals_are_saved(tmp_path):
     wanted = scores <= 1.00001 * float(threshold)  # ⌈61 · 0.7⌉ = 43; the tolerance of `Conformal.set`
     assert np.array_equal(classifier.predict_set(x, 0.7), wanted)
     refuses(lambda: Regressor(conformal=0.1).fit(x[:60], y[:60]), r"at least 20 rows to calibrate on, got 0.1 of 60")
-
-
-def test_targets_may_have_several_columns():
-    x, y = houses()
-    both = np.stack([y, -2 * y + 7], 1)
-    fitted = Regressor(**SMALL).fit(x, both)
-    assert fitted.predict(x).shape == (120, 2)
-    assert fitted.predict(x, interval=0.5).upper.shape == (120, 2)
-    assert fitted.score(x, both) > 0.9
 
 
 def test_pipelines_searches_and_clones_take_them():
@@ -468,11 +458,9 @@ def test_every_method_goes_by_its_name(kind, method, tmp_path):
 
 def test_a_network_a_method_and_a_likelihood_of_ones_own():
     x, y = houses(60)
-
-    def network(inputs, outputs):
-        return torch.nn.Linear(inputs, outputs)
-
-    own = Regressor(ds.MAP, network=network, likelihood=ds.Regression(noise=2e4), epochs=5, random_state=0).fit(x, y)
+    own = Regressor(ds.MAP, network=torch.nn.Linear, likelihood=ds.Regression(noise=2e4), epochs=5, random_state=0).fit(
+        x, y
+    )
     assert isinstance(own.posterior_.member(0), torch.nn.Linear)
     assert np.allclose(own.predictive(x).aleatoric.sqrt().numpy(), 2e4)  # in the units of y, as everywhere
     told = "expected a likelihood of real targets, got Classification"
@@ -526,12 +514,10 @@ def test_mistakes_are_named(fit, error):
 
 
 QUICK = (  # checks that fit once or twice; all of them wait for the slow suite
-    "check_sample_weight_equivalence_on_dense_data",
-    "check_methods_subset_invariance",
-    "check_methods_sample_order_invariance",
-    "check_dataframe_column_names_consistency",
+    "check_sample_weight_equivalence_on_dense_data", "check_methods_subset_invariance",
+    "check_methods_sample_order_invariance", "check_dataframe_column_names_consistency",
     "check_estimator_sparse_array",
-)
+)  # fmt: skip
 
 
 def checks(kind, names=None):

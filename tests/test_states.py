@@ -153,20 +153,14 @@ def test_a_state_of_another_likelihood_or_network_is_refused_and_changes_nothing
         tanh.load_state_dict(relu.state_dict())
 
 
-class Bent(nn.Module):
+def bent(activation=torch.relu, slope=1.0):
     """A network whose activation and slope are plain attributes."""
-
-    def __init__(self, activation=torch.relu, slope=1.0):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.activation, self.slope = activation, slope
-
-    def forward(self, x):
-        return self.last(self.slope * self.activation(self.first(x)))
+    parts = {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3), "activation": activation, "slope": slope}
+    return tiny.Network(lambda self, x: self.last(self.slope * self.activation(self.first(x))), **parts)
 
 
 def ensemble(*, likelihood=None, **attributes):
-    return ds.DeepEnsemble([Bent(**attributes).double() for _ in range(2)], likelihood=likelihood)
+    return ds.DeepEnsemble([bent(**attributes).double() for _ in range(2)], likelihood=likelihood)
 
 
 def standardised(**settings):
@@ -203,9 +197,8 @@ def test_a_checkpoint_of_another_model_is_refused(others, tmp_path):
 def test_a_checkpoint_of_standardised_targets_is_resumed_only_with_them(settings, tmp_path):
     for epochs, each in enumerate(settings, 1):
         posterior, loader, _ = standardised()
-        run = functools.partial(
-            ds.fit, posterior, loader, epochs=epochs, progress=False, checkpoint=tmp_path / "run.pt"
-        )
+        run = functools.partial(ds.fit, posterior, loader, progress=False, checkpoint=tmp_path / "run.pt")
+        run = functools.partial(run, epochs=epochs)
         if epochs == 1:
             run(**each)
     refuses(lambda: run(**each), r"another run \(likelihood.arguments.targets")

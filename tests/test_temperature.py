@@ -17,17 +17,6 @@ from thinning import often
 F64 = torch.float64
 
 
-class Scaled(nn.Module):
-    """Logits = k · x."""
-
-    def __init__(self, k: float = 1.0) -> None:
-        super().__init__()
-        self.k = nn.Parameter(torch.tensor(k, dtype=F64))
-
-    def forward(self, x):
-        return self.k * x
-
-
 def calibrated(n: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and labels drawn from exactly those logits."""
     x = torch.randn(n, 3, dtype=F64)
@@ -37,7 +26,7 @@ def calibrated(n: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("k", [0.5, 1.0, 4.0])
 def test_an_overconfidence_of_k_is_undone(k):
     x, y = calibrated()
-    posterior = ds.MAP(Scaled(k)).double()
+    posterior = ds.MAP(tiny.Scaled(k)).double()
     temperature = ds.temperature_scale(posterior, [(x[:1000], y[:1000]), (x[1000:], y[1000:])])
     # The maximum-likelihood slope β = k / T on 4,000 points has a standard error 1/√(Σ Var_p[x]).
     p = x.softmax(1)
@@ -49,7 +38,7 @@ def test_an_overconfidence_of_k_is_undone(k):
 
 
 def test_the_temperature_minimises_the_mixtures_nll():
-    posterior, (x, y) = ds.DeepEnsemble([Scaled(2.0), Scaled(5.0)]).double(), calibrated(500)
+    posterior, (x, y) = ds.DeepEnsemble([tiny.Scaled(2.0), tiny.Scaled(5.0)]).double(), calibrated(500)
     before = posterior.predict(x)
     found = ds.temperature_scale(posterior, [(x, y)])
     assert 2 < found < 5
@@ -66,7 +55,7 @@ def test_the_temperature_minimises_the_mixtures_nll():
 
 def test_regression_scales_the_deviation_in_closed_form():
     """For one Gaussian T² = mean residual² / noise²."""
-    posterior = ds.MAP(Scaled(), likelihood=ds.Regression(noise=0.2)).double()
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.2)).double()
     x = torch.randn(300, 1, dtype=F64)
     y = x + 0.7 * torch.randn(300, 1, dtype=F64)
     expected = float((y - x).square().mean().sqrt()) / 0.2
@@ -88,7 +77,7 @@ def test_every_likelihood_can_be_scaled(likelihood):
 def test_positions_to_ignore_do_not_count():
     x, y = calibrated(500)
     void = torch.rand(500) < 0.5
-    plain, masked = (ds.MAP(Scaled(2.0), likelihood=ds.Classification(ignore_index=-1)).double() for _ in range(2))
+    plain, masked = (ds.MAP(tiny.Scaled(2.0), likelihood=ds.Classification(ignore_index=-1)).double() for _ in range(2))
     expected = ds.temperature_scale(plain, [(x[~void], y[~void])])
     assert ds.temperature_scale(masked, [(x, torch.where(void, -1, y))]) == pytest.approx(expected, rel=1e-4)
 
@@ -156,7 +145,7 @@ def test_predictions_converted_in_parts_have_the_same_temperature(monkeypatch):
 
 def test_soft_labels_will_do():
     x, _ = calibrated(500)
-    posterior = ds.MAP(Scaled(3.0)).double()
+    posterior = ds.MAP(tiny.Scaled(3.0)).double()
     # Soft labels that are the truth: the minimum of the cross-entropy is at exactly k.
     assert ds.temperature_scale(posterior, [(x, x.softmax(1))]) == pytest.approx(3.0, rel=1e-4)
 
@@ -199,8 +188,8 @@ def test_data_the_network_has_seen_are_suspected(caplog):
     """Logits 0.4 x are fitted by dividing by 0.4; on labels that are all right no temperature is low enough."""
     x, y = calibrated()
     for network, targets, text in (
-        (Scaled(0.4), y, "makes predictions more than twice as confident; was the network trained on these data"),
-        (Scaled(1.0), x.argmax(1), "if all are predicted right: these make any low temperature look good"),
+        (tiny.Scaled(0.4), y, "makes predictions more than twice as confident; was the network trained on these data"),
+        (tiny.Scaled(1.0), x.argmax(1), "if all are predicted right: these make any low temperature look good"),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "dissensus"):
@@ -213,16 +202,16 @@ def test_a_temperature_of_held_out_data_is_not_suspected(caplog):
     x, y = calibrated()
     with caplog.at_level(logging.WARNING, "dissensus"):
         for k in (0.7, 4.0):
-            ds.temperature_scale(ds.MAP(Scaled(k)).double(), [(x, y)])
+            ds.temperature_scale(ds.MAP(tiny.Scaled(k)).double(), [(x, y)])
         soft = torch.nn.functional.one_hot(y, 3).double()
-        ds.temperature_scale(ds.MAP(Scaled(1.0)).double(), [(x, soft)])
+        ds.temperature_scale(ds.MAP(tiny.Scaled(1.0)).double(), [(x, soft)])
     assert not caplog.messages
 
 
 def test_a_weight_of_two_is_the_example_twice():
     x, y = calibrated(200)
     weight = torch.randint(0, 3, (200,), generator=torch.Generator().manual_seed(0))
-    weighted, repeated = (ds.DeepEnsemble([Scaled(2.0), Scaled(5.0)]).double() for _ in range(2))
+    weighted, repeated = (ds.DeepEnsemble([tiny.Scaled(2.0), tiny.Scaled(5.0)]).double() for _ in range(2))
     batches = [(x[:120], y[:120], weight[:120].double()), (x[120:], y[120:], weight[120:].double())]
     rows = torch.arange(200).repeat_interleave(weight)
     expected = ds.temperature_scale(repeated, [(x[rows], y[rows])])

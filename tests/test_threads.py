@@ -22,27 +22,16 @@ def conv(dropout: float = 0.0) -> nn.Module:
     """(B, 4) seen as a (B, 1, 2, 2) image."""
     drop = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)),
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        *drop,
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), *drop,
         nn.Linear(16, 3),
-    )
+    )  # fmt: skip
 
 
-class Attentive(nn.Module):
+def attentive(dropout: float = 0.0) -> nn.Module:
     """(B, 4) seen as two tokens of two features."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.drop = nn.Dropout(dropout)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.drop(self.encoder(x[:, None]).mean(1)))
+    layers = {"encoder": nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)}
+    layers |= {"drop": nn.Dropout(dropout), "head": nn.Linear(4, 3)}
+    return tiny.Network(lambda self, x: self.head(self.drop(self.encoder(x[:, None]).mean(1))), **layers)
 
 
 def networks(net, count: int = 3, **keywords) -> list[nn.Module]:
@@ -129,7 +118,7 @@ def test_stored_draws_from_many_threads_are_those_of_one(method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("net", [tiny.mlp, conv, Attentive], ids=["mlp", "conv", "attention"])
+@pytest.mark.parametrize("net", [tiny.mlp, conv, attentive], ids=["mlp", "conv", "attention"])
 def test_many_predictions_from_many_threads_are_those_of_one(method, net):
     check_predictions(method, net, calls=200)
 
@@ -141,7 +130,7 @@ def test_every_method_is_tried_in_threads():
 @pytest.mark.parametrize("method", often(["mc_dropout"], ["deep_ensemble", "swag"]))
 def test_attention_has_one_switch_for_all_threads(method):
     """Members with attention switch its fast path off: threads with other networks must not switch it on meanwhile."""
-    posterior, other = trained(method, Attentive), trained("deep_ensemble", Attentive)
+    posterior, other = trained(method, attentive), trained("deep_ensemble", attentive)
     x = tiny.points(6)[0].float()
     expected = [each.predict(x).member_means for each in (posterior, other)]
     got = in_threads(lambda i: (posterior, other)[i % 2].predict(x).member_means, calls=20)
@@ -282,15 +271,9 @@ def test_predictions_take_no_number_from_a_stream_that_another_thread_uses():
 
 
 def test_a_network_that_draws_itself_leaves_the_stream_as_found():
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
+    noisy = tiny.Network(lambda self, x: self.layer(x) + torch.randn(len(x), 3), layer=nn.Linear(4, 3))
 
-        def forward(self, x):
-            return self.layer(x) + torch.randn(len(x), 3)
-
-    posterior, x = ds.MAP(Noisy()), tiny.points(6)[0].float()
+    posterior, x = ds.MAP(noisy), tiny.points(6)[0].float()
     before = torch.get_rng_state()
     idle = threading.Event()
     thread = threading.Thread(target=idle.wait)
@@ -326,23 +309,19 @@ def test_locks_go_with_their_networks_and_are_not_copied():
 INSIDE = threading.Event()  # not of the network, which is copied
 
 
-class Slow(nn.Module):
+def slow():
     """A network that is long in the middle of its run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
 
     def forward(self, x):
         INSIDE.set()
         time.sleep(0.05)
         return self.layer(x)
 
+    return tiny.Network(forward, layer=nn.Linear(4, 3)).double()
+
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: ds.DeepEnsemble([Slow().double() for _ in range(2)]), lambda: ds.MAP(Slow().double())],
-    ids=["stacked", "held"],
+    "make", [lambda: ds.DeepEnsemble([slow() for _ in range(2)]), lambda: ds.MAP(slow())], ids=["stacked", "held"]
 )
 def test_a_copy_made_while_another_thread_predicts_is_whole(make):
     x, y = tiny.points()

@@ -1,10 +1,11 @@
 """Small networks, small data and comparisons that many tests need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
@@ -26,16 +27,48 @@ def mlp(dropout: float = 0.0, *, outputs: int = 3) -> nn.Module:
 
 
 class Network(nn.Module):
-    """One network with these layers by name; its outputs are forward(self, *inputs)."""
+    """One network with these layers, parameters, buffers and attributes by name; its outputs are forward(self, *inputs)."""
 
-    def __init__(self, forward: Callable[..., Tensor], **layers: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Tensor], **parts: object) -> None:
         super().__init__()
         self.function = forward
-        for name, layer in layers.items():
-            self.add_module(name, layer)
+        for name, part in parts.items():
+            tensor = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            self.register_buffer(name, part) if tensor else setattr(self, name, part)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self, *inputs)
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        return self.function(self, *inputs, **named)
+
+
+class Scaled(nn.Module):
+    """Outputs are k x in float64: what the network says is what the test chose."""
+
+    def __init__(self, k: float = 1.0) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.tensor(k, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k * x
+
+
+class Unsized:
+    """Batches that may be read again, without a length."""
+
+    def __init__(self, make: Callable[[], Iterable[object]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.make())
+
+
+class Stream(Unsized, IterableDataset):
+    """The same as a set that torch's loaders take."""
+
+
+def equal_gradients() -> nn.Module:
+    """Two parameters of one gradient: autograd hands out the same tensor for both."""
+    parts = {"layer": nn.Linear(4, 3), "a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
+    return Network(lambda self, x: self.layer(x) + (self.a + self.b), **parts)
 
 
 class Pair(nn.Module):
@@ -72,6 +105,19 @@ def segmenter(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), *drop, nn.Conv2d(4, 3, 1))
 
 
+class Killed(Exception):
+    """What a test ends a run with."""
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two nested dicts and lists hold the same tensors, of the same dtypes, and equal other things."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b
+
+
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
@@ -96,9 +142,8 @@ def strides(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def spread_out(dropout: float = 0.0) -> nn.Module:
     """(B, 2, H, W) -> (B, 3): convolutions in channels_last, a transposed weight, one with holes in memory."""
-    network = nn.Sequential(
-        *segmenter(dropout), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3)
-    )
+    layers = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3)
+    network = nn.Sequential(*segmenter(dropout), *layers)
     network.to(torch.float64).to(memory_format=torch.channels_last)
     network[-2].weight.data = network[-2].weight.data.T.contiguous().T
     network[-1].weight.data = network[-1].weight.data.repeat_interleave(2, 1)[:, ::2]

@@ -311,9 +311,8 @@ def test_every_method_has_all_that_it_needs_and_little_to_do():
     for name in METHODS:
         config = run_config(load_task("cifar10", size="smoke", methods=[name]), name, 0)
         check_complete(config)
-        counts = {
-            key: value for key, value in config.settings.items() if key in ("members", "samples", "components", "rank")
-        }
+        sized = ("members", "samples", "components", "rank")
+        counts = {key: value for key, value in config.settings.items() if key in sized}
         assert all(value <= 4 for value in counts.values()), name
         assert counts or name in ("map", "swa"), name  # whose defaults would be long
 

@@ -161,9 +161,8 @@ def test_the_task_has_the_recipe_and_its_variants():
     configs = {method: run_config(task, method, 0) for method in task.methods}
     assert configs["node_bnn"].settings == {**ds.NodeBNN.of_trained_settings, "samples": 32}
     nodes = [c for c in configs.values() if c.method.startswith("node_bnn") and c.training["epochs"]]
-    assert {(c.settings["mode"], c.settings["components"]) for c in nodes} == {
-        (m, k) for m in ("in", "out") for k in (4, 8, 32)
-    }
+    tried = {(c.settings["mode"], c.settings["components"]) for c in nodes}
+    assert tried == {(m, k) for m in ("in", "out") for k in (4, 8, 32)}
     assert {(c.training["optimizer"], c.settings["lr"]) for c in nodes} == {("default", "curvature")}
     assert {configs[name].training["epochs"] for name in ("map-tuned", "mc_dropout", "node_bnn-out4")} == {10}
 
@@ -186,6 +185,5 @@ def test_what_is_tried_differs_from_the_recipe_in_what_it_says(script, tmp_path)
     for name, config in configs.items():
         told = {**config.settings, **{f"training.{key}": value for key, value in config.training.items()}}
         before = {**usual.settings, **{f"training.{key}": value for key, value in usual.training.items()}}
-        assert {key: told[key] for key in told if told[key] != before.get(key)} == (
-            {} if name == "recipe" else script.TRIED[name]
-        )
+        changed = {key: told[key] for key in told if told[key] != before.get(key)}
+        assert changed == ({} if name == "recipe" else script.TRIED[name])

@@ -161,9 +161,8 @@ def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels, r
 
 def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, command_line):
     task = load_task("camvid-ood", size="smoke")
-    runs, _ = run_all(
-        task, methods=["mc_dropout"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path))
-    )
+    source = str(write_camvid(tmp_path))
+    runs, _ = run_all(task, methods=["mc_dropout"], seeds=[0], out=tmp_path / "runs", source=source)
     image = tmp_path / "street.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8)).save(image)
     code, printed, _ = command_line("predict", str(runs[0].folder), str(image))

@@ -98,9 +98,8 @@ def test_the_standard_solutions_run_side_by_side(name, methods, tmp_path):
 
 def test_recipes_are_measured_on_training_rows_alone(tmp_path):
     folder = write_uci_files(tmp_path)
-    whole, inner = (
-        Run(tmp_path, run_config(load_task("uci", overrides=[f"data.inner={share}"]), "map", 1)) for share in (0.0, 0.2)
-    )
+    tasks = (load_task("uci", overrides=[f"data.inner={share}"]) for share in (0.0, 0.2))
+    whole, inner = (Run(tmp_path, run_config(task, "map", 1)) for task in tasks)
     for run in (whole, inner):
         run.load.folder = folder
     told = {float(y) for y in whole.data.train.y}
@@ -145,17 +144,11 @@ def test_one_training_serves_all_methods_that_can_share_it(name, alone, tmp_path
 # --------------------------------------------------------------------------------------- node-corruptions and remedies
 SHIFTS = ("node-corruptions", "remedies")
 REMEDIES = {  # (augmentation, dropout, ensembling, skips)
-    "map": "",
-    "map-augment": "augment",
-    "mc_dropout": "dropout",
-    "deep_ensemble": "ensemble",
-    "map-skip": "skip",
-    "mc_dropout-all": "augment dropout ensemble skip",
-    "mc_dropout-no_augment": "dropout ensemble skip",
-    "deep_ensemble-no_dropout": "augment ensemble skip",
-    "mc_dropout-no_ensemble": "augment dropout skip",
+    "map": "", "map-augment": "augment", "mc_dropout": "dropout", "deep_ensemble": "ensemble", "map-skip": "skip",
+    "mc_dropout-all": "augment dropout ensemble skip", "mc_dropout-no_augment": "dropout ensemble skip",
+    "deep_ensemble-no_dropout": "augment ensemble skip", "mc_dropout-no_ensemble": "augment dropout skip",
     "mc_dropout-no_skip": "augment dropout ensemble",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -382,9 +375,8 @@ network = { name = "MLP", hidden = [6] }
 training = { epochs = 2, keep_best = false, threads = 1 }
 calibration = { rows = 0.5, method = "isotonic", level = 0.8 }
 """)
-    made, (found,) = jobs.run_all(
-        load_task(str(tmp_path / "mine.toml")), methods=["map"], seeds=[0], out=tmp_path / "r"
-    )
+    task = load_task(str(tmp_path / "mine.toml"))
+    made, (found,) = jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "r")
     posterior, data = ds.load(made[0].folder / "calibrated"), made[0].data
     direct = ds.evaluate(posterior, made[0].loader(data.test)).metrics
     assert found.metrics["conformal/coverage"] == pytest.approx(direct["conformal/coverage"], abs=1e-6)

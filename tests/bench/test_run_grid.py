@@ -91,9 +91,8 @@ def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, 
     )  # drawn for the files
     text = TASK + 'evaluation = { focus = "mc_dropout", curves_every = 1 }'
     load(text.replace("[0.1, 0.5]", "[0.1]"))
-    code, out, _ = command_line(
-        "bench", str(tmp_path / "small.toml"), "--seeds", "2", "--out", str(tmp_path / "out"), "--quiet"
-    )
+    asked = (str(tmp_path / "small.toml"), "--seeds", "2", "--out", str(tmp_path / "out"), "--quiet")
+    code, out, _ = command_line("bench", *asked)
     assert code == 0
     names = ["grid.png", "curves.png", "report.md", "report.html", "results.csv"]
     assert out.splitlines()[-5:] == [str(tmp_path / "out" / name) for name in names]

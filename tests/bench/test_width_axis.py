@@ -230,16 +230,12 @@ def test_differences_are_of_the_same_examples_and_seeds():
     examples = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     rows = [
         row(
-            method,
-            2,
-            seed,
-            float((examples - less).mean()),
-            examples={"accuracy": examples - less},
+            method, 2, seed, float((examples - less).mean()), examples={"accuracy": examples - less},
             member_accuracy=0.5,
         )
         for seed in (0, 1, 2)
         for method, less in (("batch_ensemble", 0.1 + 0.01 * seed), ("deep_ensemble", 0.0))
-    ]
+    ]  # fmt: skip
     claim = next(each for each in width_claims(rows[:-1]) if each.about == "embedded − independent, M = 2, width 1×")
     assert (claim.value, claim.seeds) == (pytest.approx(-0.105), 2)  # one seed has no independent ensemble
     assert claim.upper - claim.value == pytest.approx(student_quantile(0.95, 1) * 0.005)
@@ -252,10 +248,8 @@ def made() -> list[WidthRow]:
         shift = 1e-4 * seed
         for i, members in enumerate((1, 2, 4)):
             narrow = {
-                "factor": 0.5,
-                "parameters": 50 + members,
-                "member_accuracy": 0.8 - (0.04 + 1e-4 * (seed - 1)) * i,
-            }
+                "factor": 0.5, "parameters": 50 + members, "member_accuracy": 0.8 - (0.04 + 1e-4 * (seed - 1)) * i,
+            }  # fmt: skip
             wide = {"factor": 2.0, "parameters": 200 + members, "member_accuracy": 0.9 + shift}
             rows.append(row("batch_ensemble", members, seed, 0.8 - 0.02 * i + shift, **narrow))
             rows.append(row("batch_ensemble", members, seed, 0.9 + 0.01 * i + shift, **wide))

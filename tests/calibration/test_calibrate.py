@@ -26,15 +26,10 @@ F64 = torch.float64
 CLASS_METHODS = ("temperature", "vector", "isotonic", "histogram")
 
 
-class Shifted(nn.Module):
+def shifted(k, b):
     """Logits = k x + b."""
-
-    def __init__(self, k, b):
-        super().__init__()
-        self.k, self.b = (nn.Parameter(torch.as_tensor(each, dtype=F64)) for each in (k, b))
-
-    def forward(self, x):
-        return self.k * x + self.b
+    k, b = (nn.Parameter(torch.as_tensor(each, dtype=F64)) for each in (k, b))
+    return tiny.Network(lambda self, x: self.k * x + self.b, k=k, b=b)
 
 
 def overconfident(n=1500, seed=0):
@@ -42,7 +37,7 @@ def overconfident(n=1500, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = 1.5 * torch.randn(n, 3, dtype=F64, generator=generator)
     y = torch.multinomial(x.softmax(1), 1, generator=generator)[:, 0]
-    networks = [Shifted([2.0, 2.5, 3.0], [1.0, 0.0, -1.0]), Shifted([2.2, 2.0, 3.0], [0.5, 0.0, -0.5])]
+    networks = [shifted([2.0, 2.5, 3.0], [1.0, 0.0, -1.0]), shifted([2.2, 2.0, 3.0], [0.5, 0.0, -0.5])]
     return ds.DeepEnsemble(networks).double(), x, y
 
 
@@ -140,7 +135,7 @@ def test_vector_scaling_is_at_the_optimum_of_its_objective():
 def test_vector_scaling_undoes_what_was_done_to_logits():
     """Of one network with logits s x + b, the optimum is near 1/s and −b/s, up to what log-probabilities leave open."""
     _, x, y = overconfident(20_000)
-    alone = ds.MAP(Shifted(2.0, [1.0, 0.0, -1.0])).double()
+    alone = ds.MAP(shifted(2.0, [1.0, 0.0, -1.0])).double()
     ds.calibrate(alone, [(x, y)], "vector")
     assert (alone.calibration.scale - 0.5).abs().max() < 0.05
     assert (alone.calibration.bias - torch.tensor([-0.5, 0.0, 0.5])).abs().max() < 0.1
@@ -216,7 +211,7 @@ def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     ds.calibrate(posterior, loader, method)
     wanted = posterior.predict(x).mean
     ds.save(posterior, tmp_path / "p")
-    loaded = ds.load(tmp_path / "p", Shifted([1.0] * 3, [1.0] * 3).float())
+    loaded = ds.load(tmp_path / "p", shifted([1.0] * 3, [1.0] * 3).float())
     assert torch.equal(loaded.predict(x).mean, wanted)
     kind = json.loads((tmp_path / "p" / "config.json").read_text()).get("calibration", {}).get("kind")
     assert kind == (None if method == "temperature" else method)
@@ -225,7 +220,7 @@ def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     means = {
         "loader": ds.predict(posterior, loader).mean,
         "summary": ds.summarise(posterior, loader).mean,
-        "folder": ds.summarise(tmp_path / "p", loader, network=Shifted([1.0] * 3, [1.0] * 3).float()).mean,
+        "folder": ds.summarise(tmp_path / "p", loader, network=shifted([1.0] * 3, [1.0] * 3).float()).mean,
         "copy": copy.deepcopy(posterior).predict(x).mean,
         "program": torch.export.load(tmp_path / "p.pt2").module()(x)["mean"],
     }
@@ -304,21 +299,12 @@ def test_a_watcher_has_a_calibration_of_its_own():
     assert swag.calibration is None
 
 
-class Line(nn.Module):
-    def __init__(self, slope):
-        super().__init__()
-        self.slope = nn.Parameter(torch.tensor(slope, dtype=F64))
-
-    def forward(self, x):
-        return self.slope * x
-
-
 def regression(n=2000, noise=0.3, outputs=1):
     """(two lines with a noise of 0.3, inputs, targets 1.5 x + a Gumbel's or a Gaussian's noise of twice that)."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, outputs, dtype=F64, generator=generator)
     y = 1.5 * x + 0.6 * torch.randn(n, outputs, dtype=F64, generator=generator)
-    return ds.DeepEnsemble([Line(1.3), Line(1.7)], likelihood=ds.Regression(noise)).double(), x, y
+    return ds.DeepEnsemble([tiny.Scaled(1.3), tiny.Scaled(1.7)], likelihood=ds.Regression(noise)).double(), x, y
 
 
 def test_scale_stretches_the_mixture_about_its_mean():
@@ -400,7 +386,7 @@ def test_the_recalibrated_cdf_is_the_share_of_rows_at_its_knots():
 def test_a_noise_that_is_half_of_what_it_should_be_is_doubled():
     """Of one line, y ~ N(1.5 x, 0.6²) predicted with a noise of 0.3, the recalibrated deviation is near 0.6, the mean 1.5 x."""
     _, x, y = regression(n=4000)
-    posterior = ds.MAP(Line(1.5), likelihood=ds.Regression(0.3)).double()
+    posterior = ds.MAP(tiny.Scaled(1.5), likelihood=ds.Regression(0.3)).double()
     ds.calibrate(posterior, [(x, y)], "isotonic")
     after = posterior.predict(x[:5])
     error = 4 * 0.6 / 4000**0.5
@@ -415,7 +401,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     assert found.nll < found.nll_before
     after = posterior.predict(x)
     ds.save(posterior, tmp_path)
-    assert torch.equal(ds.load(tmp_path, Line(1.0)).predict(x).mean, after.mean)
+    assert torch.equal(ds.load(tmp_path, tiny.Scaled(1.0)).predict(x).mean, after.mean)
     exported = torch.export.export(posterior.predictor(), (x,), strict=False).module()(x)
     for name in ("mean", "total", "epistemic"):
         torch.testing.assert_close(exported[name], getattr(after, name), rtol=0, atol=1e-9)
@@ -435,7 +421,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
 def test_a_noise_that_is_far_too_small_is_made_what_it_is(noise, dtype):
     """y ~ N(1.5 x, 0.6²), predicted with a noise 10 and 100 times too small: F(y) is 0 or 1 but for what no float holds."""
     _, x, y = regression(n=2000)
-    posterior, (x, y) = ds.MAP(Line(1.5), likelihood=ds.Regression(noise)).to(dtype), (x.to(dtype), y.to(dtype))
+    posterior, (x, y) = ds.MAP(tiny.Scaled(1.5), likelihood=ds.Regression(noise)).to(dtype), (x.to(dtype), y.to(dtype))
     found = ds.calibrate(posterior, [(x, y)], "isotonic")
     after = posterior.predict(x)
     exact = torch.distributions.Normal(1.5 * x, 0.6)
@@ -448,7 +434,7 @@ def test_a_noise_that_is_far_too_small_is_made_what_it_is(noise, dtype):
 
 def test_a_factor_at_the_end_of_what_is_looked_at_is_named(caplog):
     _, x, y = regression(n=50)
-    ds.calibrate(ds.MAP(Line(1.5), likelihood=ds.Regression(0.001)).double(), [(x, y)], "scale")
+    ds.calibrate(ds.MAP(tiny.Scaled(1.5), likelihood=ds.Regression(0.001)).double(), [(x, y)], "scale")
     assert "the scale 50 is the highest one tried" in caplog.text
 
 
@@ -463,7 +449,7 @@ def test_bad_input_is_refused_and_changes_nothing():
     refuses(lambda: ds.calibrate(line, [(inputs, values)], "histogram"), told)
     refuses(lambda: ds.calibrate(posterior, [(x, y + 1)], "isotonic"), r"expected labels in 0…2, got 3")
     refuses(lambda: ds.calibrate(posterior, [(x, values[:, 0])], "vector"), "expected integer class indices")
-    refuses(lambda: ds.calibrate(Line(1.0), [(x, y)], "vector"), "expected a posterior", TypeError)
+    refuses(lambda: ds.calibrate(tiny.Scaled(1.0), [(x, y)], "vector"), "expected a posterior", TypeError)
     assert posterior.calibration is None
     assert float(posterior.temperature) == 1.5
 

@@ -1,6 +1,7 @@
 """Conformal sets and intervals on posteriors: coverage, sizes against MAPIE's, groups, shifts, files and bad input."""
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+import tiny
 from dissensus.calibration.conformal import CLASS_SCORES, Conformal, measure_coverage
 from refusals import refuses
 from thinning import often, thinned
@@ -18,19 +20,8 @@ CLASSES = 5
 MAPIE = "mapie is not installed: pip install -e .[test]"
 
 
-class Told(nn.Module):
-    """Logits, or a mean, that are the inputs themselves: what the network says is what the test chose."""
-
-    def __init__(self, scale=1.0):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-class Rounded(Told):
-    """As Told in float32, but in batches of one row the last digits are other ones: as kernels for one row have them."""
+class Rounded(tiny.Scaled):
+    """As it is in float32, but in batches of one row the last digits are other ones: as kernels for one row have them."""
 
     def __init__(self, nudge):
         super().__init__()
@@ -58,16 +49,16 @@ def rows(x, y, weight=None):
 
 
 def classifier():
-    return ds.MAP(Told())
+    return ds.MAP(tiny.Scaled())
 
 
 def disagreeing():
     """Three members whose logits are 0.5, 1 and 2 times the inputs."""
-    return ds.DeepEnsemble([Told(0.5), Told(1.0), Told(2.0)])
+    return ds.DeepEnsemble([tiny.Scaled(0.5), tiny.Scaled(1.0), tiny.Scaled(2.0)])
 
 
 def regressor():
-    return ds.MAP(Told(), likelihood=ds.Regression(noise=0.7))
+    return ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.7))
 
 
 def mean_coverage(posterior, data, n, *, splits=15, tests=400, **settings):
@@ -360,7 +351,7 @@ def test_a_known_shift_is_covered_by_weights():
 
 
 def test_rows_that_do_not_count_do_not_count():
-    posterior = ds.MAP(Told(), likelihood=ds.Classification(ignore_index=-1))
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Classification(ignore_index=-1))
     x, y = classified(60)
     plain = ds.conformal(posterior, rows(x[:50], y[:50]))
     y = torch.where(torch.arange(60) < 50, y, -1)
@@ -429,3 +420,96 @@ def test_functions_that_are_drawn_anew_are_refused():
     refuses(lambda: ds.conformal(posterior, rows(x, y)), r"ds\.refresh")
     ds.refresh(posterior, rows(x, y))
     assert ds.conformal(posterior, rows(x, y)).rows == 40
+
+
+# ------------------------------------------------------------------------------------------------- all promises at once
+class Counted(tiny.Scaled):
+    """Counts its forward passes."""
+
+    calls = 0
+
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def promised(**settings):
+    torch.manual_seed(0)
+    posterior = ds.MAP(Counted())
+    ds.conformal(posterior, [classified(400)], level=0.6, **settings)
+    ds.selective(posterior, [classified(400)], risk=0.3)
+    ds.ood_gate(posterior, [classified(400)], score="entropy")
+    return posterior
+
+
+def test_one_forward_pass_gives_what_each_promise_gives_alone():
+    posterior, (x, _) = promised(), classified(50)
+    before = Counted.calls
+    found = ds.decide(posterior, x)
+    assert Counted.calls == before + 1
+    assert torch.equal(found.predictive.mean, posterior.predict(x).mean)
+    assert torch.equal(found.sets["conformal"], posterior.promises["conformal"].set(x))
+    gates = {name: posterior.promises[name](x).accept for name in ("selective", "ood_gate")}
+    assert found.gates.keys() == gates.keys()
+    assert all(torch.equal(found.gates[name], gate) for name, gate in gates.items())
+    assert torch.equal(found.accept, gates["selective"] & gates["ood_gate"])
+    assert 0 < int(found.accept.sum()) < 50
+
+
+def test_rows_are_json_values_with_the_names_of_classes():
+    posterior, (x, _) = promised(), classified(20)
+    found = ds.decide(posterior, x)
+    assert [row["prediction"] for row in found.to_dicts()] == x.argmax(1).tolist()
+    posterior.classes = ["ant", "bee", "cat", "dog", "eel"]
+    for row, classes, accept in zip(
+        json.loads(json.dumps(ds.decide(posterior, x).to_dicts())), found.sets["conformal"], found.accept, strict=True
+    ):
+        assert row["conformal"] == [name for name, inside in zip(posterior.classes, classes, strict=True) if inside]
+        assert row["accept"] == bool(accept) == (row["selective"] and row["ood_gate"])
+        assert row["prediction"] in posterior.classes
+
+
+def test_a_regression_has_intervals_and_groups_are_found_or_passed():
+    torch.manual_seed(0)
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.7))
+    conformal = ds.conformal(posterior, [measured(300)], by=lambda x: (x[:, 0] > 0).long())
+    x, _ = measured(9)
+    found = ds.decide(posterior, x)
+    assert found.gates == {}
+    assert bool(found.accept.all())
+    for mine, alone in zip(found.sets["conformal"], conformal.interval(x), strict=True):
+        assert torch.equal(mine, alone)
+    assert found.to_dicts()[0]["conformal"] == [end[0].tolist() for end in conformal.interval(x)]
+    conformal.group_of = None  # as after loading
+    refuses(lambda: ds.decide(posterior, x), "expected a group for each of 9 rows")
+    again = ds.decide(posterior, x, group=(x[:, 0] > 0).long())
+    assert torch.equal(again.sets["conformal"][0], found.sets["conformal"][0])
+
+
+def test_without_promises_there_is_nothing_to_decide():
+    refuses(lambda: ds.decide(ds.MAP(tiny.Scaled()), classified(3)[0]), "expected a posterior with promises, got none")
+
+
+@pytest.mark.parametrize("by", [None, "class"])
+def test_a_set_that_would_be_empty_is_the_likeliest_class_and_size_grows_by_their_share(by, tmp_path):
+    some, none = promised(by=by), promised(by=by, never_empty=True)
+    x, y = classified(500)
+    sets, full = (each.promises["conformal"].set(x) for each in (some, none))
+    empty = ~sets.any(1)
+    assert 0 < int(empty.sum()) < 500
+    assert torch.equal(full[~empty], sets[~empty])
+    assert torch.equal(full[empty], nn.functional.one_hot(x.argmax(1), 5).bool()[empty])
+    before, after = (ds.evaluate(each, [(x, y)]).metrics for each in (some, none))
+    assert before["conformal/empty"] == pytest.approx(float(empty.double().mean()))
+    assert "conformal/empty" not in after
+    assert after["conformal/size"] == pytest.approx(before["conformal/size"] + before["conformal/empty"])
+    assert after["conformal/coverage"] > before["conformal/coverage"]
+    ds.save(none, tmp_path / "kept")
+    assert torch.equal(ds.load(tmp_path / "kept", Counted()).promises["conformal"].set(x), full)
+    ds.export(none, tmp_path / "kept.pt2", example=x[:8])
+    assert torch.equal(torch.export.load(tmp_path / "kept.pt2").module()(x)["conformal"], full)
+
+
+def test_intervals_have_no_likeliest_class():
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.7))
+    refuses(lambda: ds.conformal(posterior, [measured(50)], never_empty=True), "never_empty for sets of classes")

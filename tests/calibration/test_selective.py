@@ -4,24 +4,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 import dissensus as ds
+import tiny
 from dissensus.calibration.conformal import least_rows, sort_with_mass, weighted_quantile
 from dissensus.calibration.selective import binomial_bound, binomial_tail, errorless_rows, least_risk, safe_threshold
 from refusals import refuses
 from thinning import often
-
-
-class Told(nn.Module):
-    """Logits, or a mean, that are the inputs themselves."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.scale
 
 
 def classified(n, *, sharp=3.0):
@@ -32,7 +21,7 @@ def classified(n, *, sharp=3.0):
 
 @pytest.mark.parametrize("score", often(["entropy"], ["max_probability"]))
 def test_accepted_inputs_keep_the_risk(score):
-    posterior, wrong = ds.MAP(Told()), 0
+    posterior, wrong = ds.MAP(tiny.Scaled()), 0
     x, y = classified(20_000)
     for _ in range(20):
         gate = ds.selective(posterior, [classified(1000)], risk=0.1, confidence=0.9, score=score)
@@ -45,7 +34,7 @@ def test_accepted_inputs_keep_the_risk(score):
 
 
 def test_a_gate_counts_what_its_rows_showed():
-    posterior, (x, y) = ds.MAP(Told()), classified(500)
+    posterior, (x, y) = ds.MAP(tiny.Scaled()), classified(500)
     gate = ds.selective(posterior, [(x[:200], y[:200]), (x[200:], y[200:])], risk=0.2)
     found = gate(x)
     assert gate.facts["accepted"] == int(found.accept.sum())
@@ -66,7 +55,7 @@ def test_disagreement_can_be_the_score():
 def test_where_no_threshold_keeps_the_risk_that_is_said(caplog):
     x, y = classified(400, sharp=1.5)
     with caplog.at_level("WARNING", "dissensus"):
-        gate = ds.selective(ds.MAP(Told()), [(x, y)])
+        gate = ds.selective(ds.MAP(tiny.Scaled()), [(x, y)])
     assert not gate(x).accept.any()
     assert "needs 299 accepted rows" in caplog.text
     assert "could be promised" in caplog.text
@@ -76,7 +65,7 @@ def test_where_no_threshold_keeps_the_risk_that_is_said(caplog):
 def test_a_score_that_says_nothing_is_named(caplog):
     """One member does not disagree with itself."""
     with caplog.at_level("WARNING", "dissensus"):
-        ds.ood_gate(ds.MAP(Told()), [classified(50)], score="mutual_information")
+        ds.ood_gate(ds.MAP(tiny.Scaled()), [classified(50)], score="mutual_information")
     assert "all 50 rows have the same mutual_information" in caplog.text
 
 
@@ -85,7 +74,7 @@ def test_a_regression_is_wrong_beyond_its_tolerance():
         x = torch.randn(n, 1, dtype=torch.float64)
         return x, x + torch.where(torch.rand_like(x) < 0.02, 3.0, 0.1) * torch.randn_like(x).sign()
 
-    posterior = ds.MAP(Told(), likelihood=ds.Regression(noise=0.5))
+    posterior = ds.MAP(tiny.Scaled(), likelihood=ds.Regression(noise=0.5))
     gate = ds.selective(posterior, [data(600)], risk=0.05, tolerance=1.0)
     assert gate.threshold == math.inf  # all variances are alike, and 2 % are wrong
     assert gate.facts["errors"] < 30
@@ -93,7 +82,7 @@ def test_a_regression_is_wrong_beyond_its_tolerance():
 
 
 def test_false_alarms_are_as_rare_as_asked():
-    posterior, found = ds.MAP(Told()), []
+    posterior, found = ds.MAP(tiny.Scaled()), []
     for _ in range(40):
         gate = ds.ood_gate(posterior, [classified(200)], false_alarm=0.1)
         found.append(float((~gate(classified(400)[0]).accept).double().mean()))
@@ -104,7 +93,7 @@ def test_false_alarms_are_as_rare_as_asked():
 
 
 def test_the_rule_of_false_alarms_is_an_order_statistic_and_labels_are_not_read():
-    posterior, (x, _) = ds.MAP(Told()), classified(99)
+    posterior, (x, _) = ds.MAP(tiny.Scaled()), classified(99)
     gate = ds.ood_gate(posterior, [(x, torch.full((99,), 77))], false_alarm=0.05)
     assert int(gate(x).accept.sum()) == 95
     refuses(lambda: ds.ood_gate(posterior, [(x[:18], x[:18, 0])]), "at least 19 rows")
@@ -115,7 +104,7 @@ def test_the_rule_of_false_alarms_is_an_order_statistic_and_labels_are_not_read(
 def test_equal_inputs_are_accepted_alike_in_a_batch_of_one(nudge):
     """Kernels for one row have other last digits, and where inputs repeat many rows have the score at the threshold."""
 
-    class Rounded(Told):
+    class Rounded(tiny.Scaled):
         def forward(self, x):
             return super().forward(x) * (1 + nudge * (len(x) == 1))
 
@@ -159,7 +148,7 @@ def test_a_gate_does_not_pass_to_a_state_that_has_none(caplog):
 
 
 def test_bad_input_is_refused():
-    posterior, (x, y) = ds.MAP(Told()), classified(298)
+    posterior, (x, y) = ds.MAP(tiny.Scaled()), classified(298)
     refuses(lambda: ds.selective(posterior, [(x, y)]), "at least 299 rows for a risk of 0")
     refuses(lambda: ds.selective(posterior, [(x, y)], risk=0.1, score="variance"), "a classification has these")
     refuses(lambda: ds.selective(posterior, [(x, y, torch.rand(298))], risk=0.1), "rows of equal weight")
@@ -173,12 +162,8 @@ def test_bad_input_is_refused():
 # ---------------------------------------------------------------------------------------------- thresholds with a risk
 def test_the_fewest_rows_without_an_error():
     assert [errorless_rows(*each) for each in ((0.01, 0.05), (0.05, 0.05), (0.1, 0.1), (0.5, 0.5), (0.5, 0.25))] == [
-        299,
-        59,
-        22,
-        1,
-        2,
-    ]
+        299, 59, 22, 1, 2,
+    ]  # fmt: skip
 
 
 def tail(errors, rows, risk):
@@ -198,9 +183,8 @@ def test_p_values_are_the_sums_they_stand_for_and_bounds_their_inverse():
 def by_hand(score, error, risk, delta):
     """The fallback procedure, one threshold after the other."""
     pairs = sorted(zip(score.tolist(), error.tolist(), strict=True))
-    count = max(
-        j for j in range(1, 12) if j == 1 or math.log(delta / j) / math.log(1 - risk) * 2 ** (j - 1) <= len(pairs)
-    )
+    least = lambda j: math.log(delta / j) / math.log(1 - risk) * 2 ** (j - 1)  # noqa: E731
+    count = max(j for j in range(1, 12) if j == 1 or least(j) <= len(pairs))
     least = math.ceil(math.log(delta / count) / math.log(1 - risk))
     starts = [least * 2**i for i in range(count)]
     best, level, before = (-math.inf, 0, 0), 0.0, 0

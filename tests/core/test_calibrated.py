@@ -61,12 +61,10 @@ def wanted(posterior):
 def test_every_way_to_predict_sees_the_calibration(tmp_path):
     posterior = build()
     means = {
-        "predict": posterior.predict(x).mean,
-        "loader": ds.predict(posterior, LOADER).mean,
-        "summary": ds.summarise(posterior, LOADER).mean,
-        "predictor": posterior.predictor()(x)["mean"],
+        "predict": posterior.predict(x).mean, "loader": ds.predict(posterior, LOADER).mean,
+        "summary": ds.summarise(posterior, LOADER).mean, "predictor": posterior.predictor()(x)["mean"],
         "copy": copy.deepcopy(posterior).predict(x).mean,
-    }
+    }  # fmt: skip
     posterior.particles.how = "loop"
     means["members one by one"] = ds.summarise(posterior, LOADER).mean
     ds.save(posterior, tmp_path)

@@ -58,11 +58,9 @@ def by_hand(posterior: Coupled, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 STRATEGIES = {
-    "vectorised": gradients.vectorised_gradients,
-    "looped": gradients.looped_gradients,
-    "looped, graphs kept": gradients.looped_keeping_graphs,
-    "automatic": gradients.automatic_gradients,
-}
+    "vectorised": gradients.vectorised_gradients, "looped": gradients.looped_gradients,
+    "looped, graphs kept": gradients.looped_keeping_graphs, "automatic": gradients.automatic_gradients,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
@@ -122,16 +120,7 @@ def test_parameters_that_no_member_used_get_no_gradient():
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
 def test_gradients_have_memory_and_layout_of_their_own(how):
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-            self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
-        def forward(self, x):
-            return self.layer(x) + (self.a + self.b)
-
-    for posterior in (ds.MAP(Sum().double()), tiny.ensemble(Sum, how=how)):
+    for posterior in (ds.MAP(tiny.equal_gradients().double()), tiny.ensemble(tiny.equal_gradients, how=how)):
         posterior.backward(*tiny.points())
         grads = [p.grad for p in posterior.parameters()]
         assert len({g.data_ptr() for g in grads}) == len(grads)
@@ -173,15 +162,11 @@ def test_nothing_is_trained_where_no_gradient_is_recorded(name):
 def test_gradients_that_lanes_put_into_place_are_those_of_one_lane() -> None:
     """Also where a member uses a tensor that another one does not, or none does."""
 
-    class Some(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.other, self.never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+    def some() -> nn.Module:
+        layers = {name: nn.Linear(3, 2) for name in ("first", "other", "never")}
+        return tiny.Network(lambda self, x: self.other(x) if self.first.bias[0] > 0 else self.first(x), **layers)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.other(x) if bool(self.first.bias[0] > 0) else self.first(x)
-
-    networks = [Some().double() for _ in range(3)]
+    networks = [some().double() for _ in range(3)]
     with torch.no_grad():
         for network, sign in zip(networks, (1, -1, 1), strict=True):
             network.first.bias[0] = sign
@@ -234,23 +219,20 @@ def test_results_in_lanes_are_those_one_after_the_other(method, run) -> None:
         assert torch.equal(each.largest, torch.stack(sizes).amax(0))
 
 
-class Partly(nn.Module):
+def partly(number: int) -> nn.Module:
     """Uses one of its layers only if its number is 1, and changes the shape of a buffer."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(2, 3), nn.Linear(2, 3)
-        self.register_buffer("number", torch.tensor(float(number)))
-        self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen = torch.cat([self.seen, x[:1, 0].detach()])
         return self.layer(x) + (self.other(x) if self.number == 1 else 0)
 
+    parts = {"layer": nn.Linear(2, 3), "other": nn.Linear(2, 3), "number": torch.tensor(float(number))}
+    return tiny.Network(forward, **parts, seen=torch.zeros(1))
+
 
 def test_missing_gradients_and_buffers_of_other_shapes_are_joined() -> None:
-    posterior = ds.DeepEnsemble([Partly(number) for number in range(3)]).train()
+    posterior = ds.DeepEnsemble([partly(number) for number in range(3)]).train()
     given = Batch(torch.randn(5, 2), torch.randint(3, (5,)))
     expected, found = looped_gradients(posterior, given), looped_gradients(posterior, given, lanes=LANES)
     assert same(found, expected)
@@ -258,22 +240,19 @@ def test_missing_gradients_and_buffers_of_other_shapes_are_joined() -> None:
     assert not found.gradients["network.other.weight"][[0, 2]].any()
 
 
-class Steep(nn.Module):
+def steep() -> nn.Module:
     """Its loss is finite, and so is its gradient, unless it is marked: the root of 0 has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(2, 3), nn.BatchNorm1d(3)
-        self.register_buffer("mark", torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.norm(self.layer(x))
         return out + (0 * self.layer.weight).sqrt().sum() if self.mark else out
 
+    return tiny.Network(forward, layer=nn.Linear(2, 3), norm=nn.BatchNorm1d(3), mark=torch.tensor(0.0))
+
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_member_whose_gradient_is_not_finite_is_named_and_nothing_changes(bad: int) -> None:
-    posterior = ds.DeepEnsemble([Steep() for _ in range(3)]).train()
+    posterior = ds.DeepEnsemble([steep() for _ in range(3)]).train()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
     step = EagerStep(posterior, optimizer, strategy=partial(looped_gradients, lanes=LANES))
     given = Batch(torch.randn(5, 2), torch.randint(3, (5,)))
@@ -355,10 +334,7 @@ NETWORKS = {
     "recomputed, batch norm": lambda: Recomputed(*layers(nn.BatchNorm1d(5))),
     "unused": Unused,
 }
-WAYS = {
-    "by its own": looped_gradients,
-    "by other leaves": partial(looped_gradients, member=gradients.member_gradients),
-}
+WAYS = {"by its own": looped_gradients, "by other leaves": partial(looped_gradients, member=gradients.member_gradients)}
 
 
 def made(name: str) -> nn.Module:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dissensus as ds
 import tiny
@@ -154,17 +154,6 @@ class Squeezes(nn.Linear):
         return super().forward(x).squeeze()
 
 
-class OfNumbers(nn.Module):
-    """(B,) -> (B,)."""
-
-    def __init__(self):
-        super().__init__()
-        self.slope = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.slope * x
-
-
 class OneSize(nn.Linear):
     """Runs with batches of six only."""
 
@@ -181,7 +170,7 @@ def without_statistics(width):
     ("network", "x", "y"),
     [
         (Squeezes(4, 1), torch.randn(6, 4), torch.randn(6)),
-        (OfNumbers(), torch.randn(6), torch.randn(6)),
+        (tiny.Scaled(), torch.randn(6), torch.randn(6)),
         (OneSize(4, 2), torch.randn(6, 4), torch.randn(6, 2)),
         (nn.Linear(4, 4), torch.randn(1, 4), torch.randn(1, 4)),
         (nn.Conv2d(3, 3, 1), torch.randn(6, 3, 5, 5), torch.randn(6, 3, 5, 5)),
@@ -255,11 +244,7 @@ def test_datasets_that_give_batches_are_loaders():
                 raise IndexError
             return x, y
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([(x, y)])
-
-    for loader in (Whole(), Stream()):
+    for loader in (Whole(), tiny.Stream(lambda: [(x, y)])):
         posterior = ds.MAP(tiny.mlp().double())
         ds.fit(posterior, loader, epochs=1, progress=False)
         assert len(ds.predict(posterior, loader).targets) % len(y) == 0
@@ -273,15 +258,12 @@ class Functional(nn.Linear):
 @pytest.mark.parametrize(
     ("network", "said"),
     [
-        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True),
-        (Functional(4, 3), True),
-        (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False),
-        (nn.Linear(4, 3), False),
-        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False),
-        (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
+        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True), (Functional(4, 3), True),
+        (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False), (nn.Linear(4, 3), False),
+        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False), (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
     ],
     ids=["softmax", "functional", "log-softmax", "logits", "sigmoid", "relu"],
-)
+)  # fmt: skip
 def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplog):
     posterior, (x, y) = ds.MAP(copy.deepcopy(network).double()), tiny.points()
     with caplog.at_level(logging.WARNING, "dissensus"):

@@ -179,18 +179,16 @@ def test_class_weights_are_those_of_torchs_cross_entropy(space, ignore):
         torch.testing.assert_close(likelihood.nll(outputs, y.to(torch.uint8)), expected, rtol=0, atol=1e-12)
     rows = torch.tensor([0, 1, 1, 3])
     twice = likelihood.nll(outputs[rows], y[rows])
-    torch.testing.assert_close(
-        likelihood.nll(outputs, y, torch.tensor([1.0, 2, 0, 1, 0, 0])), twice, rtol=0, atol=1e-12
-    )
+    weighted = likelihood.nll(outputs, y, torch.tensor([1.0, 2, 0, 1, 0, 0]))
+    torch.testing.assert_close(weighted, twice, rtol=0, atol=1e-12)
     assert torch.equal(likelihood.log_prob(outputs, y), ds.Classification(ignore).log_prob(outputs, y))
 
 
 def test_class_weights_are_trained_with_saved_and_loaded(tmp_path):
     x, y = torch.randn(12, 4), torch.arange(12) % 3
     weights = ds.data.class_weights(torch.tensor([[0, 0, 1, 1, 1, 2]]), 3)
-    posterior = ds.DeepEnsemble(
-        [nn.Linear(4, 3) for _ in range(2)], likelihood=ds.Classification(class_weights=weights)
-    )
+    likelihood = ds.Classification(class_weights=weights)
+    posterior = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(2)], likelihood=likelihood)
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path / "posterior")
     loaded = ds.load(tmp_path / "posterior", nn.Linear(4, 3))
@@ -407,21 +405,16 @@ def test_the_callers_likelihood_is_left_alone():
     assert torch.equal(likelihood.log_noise, before["log_noise"])
 
 
-class Tokens(nn.Module):
+def tokens(classes: int, *, first: bool) -> nn.Module:
     """(B, T) tokens -> logits (B, T, C), or (B, C, T) where classes come first."""
-
-    def __init__(self, classes: int, *, first: bool) -> None:
-        super().__init__()
-        self.table, self.first = nn.Embedding(7, classes), first
-
-    def forward(self, x):
-        return self.table(x).movedim(-1, 1) if self.first else self.table(x)
+    table = nn.Embedding(7, classes)
+    return tiny.Network(lambda self, x: self.table(x).movedim(-1, 1) if first else self.table(x), table=table)
 
 
 def test_token_logits_with_classes_last_are_refused_with_the_axis_to_move():
     x = torch.randint(7, (6, 5))
     with pytest.raises(ValueError, match=r"classes are axis 1 of the logits: .* outputs.movedim\(-1, 1\)"):
-        ds.MAP(Tokens(4, first=False)).loss(x, x % 4)
+        ds.MAP(tokens(4, first=False)).loss(x, x % 4)
     images = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(2), nn.Unflatten(2, (4, 5)))
     with pytest.raises(ValueError, match=r"outputs.movedim\(-1, 1\)"):  # (B, H, W, C)
         ds.Classification().check(torch.Size((2, 4, 5, 3)), torch.zeros(2, 4, 5, dtype=torch.int64))
@@ -432,8 +425,8 @@ def test_as_many_tokens_as_classes_are_refused_until_a_batch_tells_the_axes_apar
     square, longer = torch.randint(7, (6, 4)), torch.randint(7, (6, 5))
     for first in (False, True):
         with pytest.raises(ValueError, match=r"got \(6, 4, 4\), perhaps \(B, T, C\); return outputs"):
-            ds.MAP(Tokens(4, first=first)).loss(square, square % 4)
-    posterior = ds.MAP(Tokens(4, first=True))
+            ds.MAP(tokens(4, first=first)).loss(square, square % 4)
+    posterior = ds.MAP(tokens(4, first=True))
     posterior.loss(longer, longer % 4)
     expected = nn.functional.cross_entropy(posterior(square)[0], square % 4)
     torch.testing.assert_close(posterior.loss(square, square % 4), expected)
@@ -441,7 +434,7 @@ def test_as_many_tokens_as_classes_are_refused_until_a_batch_tells_the_axes_apar
 
 def test_axes_that_leave_no_doubt_are_taken():
     x = torch.randint(7, (6, 4))
-    network = nn.Sequential(Tokens(4, first=True), nn.Unflatten(2, (4, 1)))  # the trailing axis says it
+    network = nn.Sequential(tokens(4, first=True), nn.Unflatten(2, (4, 1)))  # the trailing axis says it
     expected = nn.functional.cross_entropy(network[0](x), x % 4)
     torch.testing.assert_close(ds.MAP(network).loss(x, (x % 4)[..., None]), expected)
     ds.Classification().check(torch.Size((2, 5, 5, 5)), torch.zeros(2, 5, 5, dtype=torch.int64))
@@ -465,9 +458,8 @@ def test_label_smoothing_is_torchs(soft, weights, ignore, shape, smoothing):
     target = torch.rand(8, 3, *shape, dtype=F64).softmax(1) if soft else y
     likelihood = ds.Classification(ignore, class_weights=weights, label_smoothing=smoothing)
     how = {"weight": None if weights is None else torch.tensor(weights, dtype=F64), "label_smoothing": smoothing}
-    expected = nn.functional.cross_entropy(
-        logits, target, **how, ignore_index=-100 if soft or ignore is None else ignore
-    )
+    how |= {"ignore_index": -100 if soft or ignore is None else ignore}
+    expected = nn.functional.cross_entropy(logits, target, **how)
     torch.testing.assert_close(likelihood.nll(logits, target), expected, rtol=0, atol=1e-12)
     twice = likelihood.nll(logits, target, torch.tensor([2.0] + [1.0] * 7, dtype=F64))
     copied = likelihood.nll(torch.cat([logits[:1], logits]), torch.cat([target[:1], target]))
@@ -479,9 +471,8 @@ def test_label_smoothing_is_torchs(soft, weights, ignore, shape, smoothing):
 def test_label_smoothing_is_for_training_only_and_saved(tmp_path):
     x, y = tiny.points()
     networks = [nn.Linear(4, 3).double() for _ in range(2)]
-    smooth, plain = (
-        ds.DeepEnsemble(copy.deepcopy(networks), likelihood=ds.Classification(label_smoothing=eps)) for eps in (0.1, 0)
-    )
+    laws = (ds.Classification(label_smoothing=eps) for eps in (0.1, 0))
+    smooth, plain = (ds.DeepEnsemble(copy.deepcopy(networks), likelihood=law) for law in laws)
     each = [nn.functional.cross_entropy(network(x), y, label_smoothing=0.1) for network in networks]
     torch.testing.assert_close(smooth.backward(x, y), torch.stack(each).detach(), rtol=0, atol=1e-12)
     nll = [ds.evaluate(p, (x, y), progress=False).metrics["nll"] for p in (smooth, plain)]

@@ -225,13 +225,8 @@ def test_other_kinds_of_runs_leave_predictions_as_they_are(posterior, x):
     assert torch.equal(posterior.predict(x).log_probs, expected)
 
 
-class Counting(nn.Module):
+def counting() -> nn.Module:
     """Assigns a buffer in its forward, and refuses negative inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
@@ -239,10 +234,12 @@ class Counting(nn.Module):
             raise RuntimeError("too small")
         return self.layers(x) * self.count
 
+    return tiny.Network(forward, layers=network(), count=torch.zeros((), dtype=torch.float64))
+
 
 def test_what_a_forward_assigns_reaches_neither_the_next_member_nor_the_next_prediction(x):
     torch.manual_seed(0)
-    posterior = ds.DeepEnsemble([Counting() for _ in range(3)])
+    posterior = ds.DeepEnsemble([counting() for _ in range(3)])
     template = posterior.particles.template.network
     empty = [*template._buffers.values(), *template.layers[0]._parameters.values()]
     first = posterior.predict(x).log_probs
@@ -255,19 +252,14 @@ def test_what_a_forward_assigns_reaches_neither_the_next_member_nor_the_next_pre
 
 
 def test_tied_and_shared_tensors_stand_in_all_their_places(x):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution = nn.Conv2d(1, 1, 3, padding=1).double()
-            self.again = nn.Conv2d(1, 1, 3, padding=1).double()
-            self.again.weight = self.convolution.weight
-            self.frozen = nn.Linear(16, 3).double().requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.frozen(self.again(self.convolution(x).relu()).flatten(1))
+    def tied() -> nn.Module:
+        layers = {name: nn.Conv2d(1, 1, 3, padding=1).double() for name in ("convolution", "again")}
+        layers["again"].weight = layers["convolution"].weight
+        layers["frozen"] = nn.Linear(16, 3).double().requires_grad_(False)
+        return tiny.Network(lambda self, x: self.frozen(self.again(self.convolution(x).relu()).flatten(1)), **layers)
 
     torch.manual_seed(0)
-    networks = [Tied() for _ in range(3)]
+    networks = [tied() for _ in range(3)]
     for each in networks:
         each.frozen.load_state_dict(networks[0].frozen.state_dict())
     posterior = ds.DeepEnsemble(networks)
@@ -282,19 +274,14 @@ def test_tied_and_shared_tensors_stand_in_all_their_places(x):
 def test_a_submodule_added_between_predictions_is_in_eval_mode_and_put_back() -> None:
     """The parts of a network are remembered from one prediction to the next, but not where there are others since."""
 
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls = self.calls + 1
-            return x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return x
 
     network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2))).eval()
     posterior, x = ds.MAP(network).eval(), torch.randn(5, 3)
     before = posterior.predict(x).mean
-    added = nn.Dropout(0.9).train(), Counted().train()
+    added = nn.Dropout(0.9).train(), tiny.Network(forward, calls=torch.zeros(())).train()
     network[2].extend(added)
     assert torch.equal(posterior.predict(x).mean, before)
     assert all(each.training for each in added)
@@ -357,13 +344,10 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ds.MAP(normed()),
-        lambda: ds.DeepEnsemble([normed(), normed()]),
-        lambda: ds.MCDropout(normed()),
-        lambda: ds.NodeBNN(normed(), data_size=10),
-        lambda: ds.SWAG(normed()),
+        lambda: ds.MAP(normed()), lambda: ds.DeepEnsemble([normed(), normed()]), lambda: ds.MCDropout(normed()),
+        lambda: ds.NodeBNN(normed(), data_size=10), lambda: ds.SWAG(normed()),
     ],
-)
+)  # fmt: skip
 def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
     posterior = make().train()
     posterior.particles.templates[0].network[1].training = False

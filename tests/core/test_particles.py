@@ -19,13 +19,9 @@ from refusals import refuses
 from thinning import thinned
 
 
-class Recurrent(nn.Module):
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.cell, self.head = cell(4, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(x)[0][:, -1])
+def recurrent(cell: type[nn.RNNBase]) -> nn.Module:
+    layers = {"cell": cell(4, 5, batch_first=True), "head": nn.Linear(5, 3)}
+    return tiny.Network(lambda self, x: self.head(self.cell(x)[0][:, -1]), **layers)
 
 
 def attention() -> nn.Module:
@@ -38,28 +34,24 @@ def encoder() -> nn.Module:
     return tiny.Network(lambda self, x: self.head(self.layer(x)[:, 0]), **layers)
 
 
-class Branching(nn.Module):
+def branching() -> nn.Module:
     """Two paths; which one depends on the member's own values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         return hidden if hidden.sum() > 0 else self.second(x)
 
+    return tiny.Network(forward, first=nn.Linear(4, 3), second=nn.Linear(4, 3))
 
-class Reading(nn.Module):
+
+def reading() -> nn.Module:
     """Asks for a number in the middle of the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layer(x)
         return hidden / hidden.abs().max().item()
+
+    return tiny.Network(forward, layer=nn.Linear(4, 3))
 
 
 def branching_on_inputs() -> nn.Module:
@@ -68,10 +60,6 @@ def branching_on_inputs() -> nn.Module:
 
 class Counting(nn.Module):
     """Reassigns one buffer, writes into another, holds one that is not saved."""
-
-    count: Tensor
-    total: Tensor
-    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,29 +81,12 @@ def bag_of_words() -> nn.Module:
     return tiny.Network(lambda self, x: self.head(self.table(x).mean(1)), **layers)
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """One matrix used twice: in and, transposed, out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.decode.weight = self.encode.weight
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(self.norm(torch.tanh(self.encode(x))))[:, :3]
-
-
-class Sum(nn.Module):
-    """Two parameters of one gradient: autograd hands out the same tensor for both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + (self.a + self.b)
+    layers = {name: nn.Linear(4, 4, bias=False) for name in ("encode", "decode")}
+    layers["decode"].weight = layers["encode"].weight
+    layers["norm"] = nn.LayerNorm(4)
+    return tiny.Network(lambda self, x: self.decode(self.norm(torch.tanh(self.encode(x))))[:, :3], **layers)
 
 
 vectors = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -149,14 +120,14 @@ NETWORKS = {
     "transformer layer": (encoder, sequences, True),
     "embedding": (bag_of_words, words, True),
     "convolutions": (convolutions, images, True),
-    "lstm": (lambda: Recurrent(nn.LSTM), sequences, False),
-    "gru": (lambda: Recurrent(nn.GRU), sequences, False),
-    "a branch on values": (Branching, vectors, False),
+    "lstm": (lambda: recurrent(nn.LSTM), sequences, False),
+    "gru": (lambda: recurrent(nn.GRU), sequences, False),
+    "a branch on values": (branching, vectors, False),
     "a branch on inputs": (branching_on_inputs, vectors, True),
-    "item": (Reading, vectors, False),
+    "item": (reading, vectors, False),
     "buffers of all kinds": (Counting, vectors, True),
-    "tied weights": (Tied, vectors, True),
-    "one gradient for two": (Sum, vectors, True),
+    "tied weights": (tied, vectors, True),
+    "one gradient for two": (tiny.equal_gradients, vectors, True),
     "weight norm": (lambda: parametrised(parametrizations.weight_norm), vectors, True),
     "spectral norm": (lambda: parametrised(parametrizations.spectral_norm), vectors, False),
 }
@@ -226,7 +197,7 @@ def test_a_fallback_sees_the_same_random_numbers():
     roads = (lambda p: p.backward(vectors, y), lambda p: p.loss(vectors, y), lambda p: p(vectors))
     for road in roads:
         results = []
-        for posterior in both(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Reading())):
+        for posterior in both(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), reading())):
             torch.manual_seed(3)
             results.append((road(posterior), torch.rand(1)))
         assert torch.equal(results[0][0], results[1][0])
@@ -249,7 +220,7 @@ def test_members_drop_different_units(how):
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: tiny.ensemble(Tied), lambda: ds.MAP(Tied().to(torch.float64))], ids=["stacked", "held"]
+    "build", [lambda: tiny.ensemble(tied), lambda: ds.MAP(tied().to(torch.float64))], ids=["stacked", "held"]
 )
 def test_tied_weights_stay_tied(build, tmp_path):
     posterior = build()
@@ -260,7 +231,7 @@ def test_tied_weights_stay_tied(build, tmp_path):
         posterior.backward(vectors, torch.arange(6) % 3)
         optimizer.step()
     ds.save(posterior, tmp_path)
-    loaded = ds.load(tmp_path, Tied())
+    loaded = ds.load(tmp_path, tied())
     for each in (posterior, loaded):
         for i in range(posterior.particles.members):
             member = each.member(i)

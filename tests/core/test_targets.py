@@ -72,9 +72,8 @@ def test_fit_on_standardised_targets_is_training_on_them_by_hand(tmp_path):
     torch.testing.assert_close(other.predict(x).mean, one.predict(x).mean, rtol=1e-5, atol=0)
     evaluation = ds.evaluate(one, (x, y))
     assert {measure.unit for measure in measures(evaluation) if measure.key in ("rmse", "crps", "width90")} == {"kW"}
-    assert evaluation.metrics["rmse"] == pytest.approx(
-        float((one.predict(x).mean - y).square().mean().sqrt()), rel=1e-5
-    )
+    rmse = (one.predict(x).mean - y).square().mean().sqrt()
+    assert evaluation.metrics["rmse"] == pytest.approx(float(rmse), rel=1e-5)
     # The noise is not started anew at an error of 50,000: outputs and targets meet in one unit.
     assert float(by_fit.particles.own_parameters()["likelihood.log_noise"].detach().exp().max()) < 3
 

@@ -36,9 +36,8 @@ def is_final(name: str) -> bool:
 
 def methods() -> set[type]:
     """Every class of the library between a method and the contract."""
-    return {each for method in ds.METHODS.values() for each in method.__mro__ if issubclass(each, Posterior)} - {
-        Posterior
-    }
+    classes = {each for method in ds.METHODS.values() for each in method.__mro__}
+    return {each for each in classes if issubclass(each, Posterior)} - {Posterior}
 
 
 def test_every_public_name_is_final_or_in_the_documented_list():

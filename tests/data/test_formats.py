@@ -14,16 +14,7 @@ import pytest
 import torch
 from scipy.io import savemat
 
-from dissensus.data import cifar10, digits, fashion
-from dissensus.data.file_formats import (
-    matlab_arrays,
-    npz_arrays,
-    read_cifar_binary,
-    read_cifar_python,
-    read_idx,
-    read_mat,
-    read_npz,
-)
+from dissensus.data import cifar10, digits, fashion, file_formats
 from dissensus.data.toy import three_clusters
 from refusals import refuses
 from thinning import often, thinned
@@ -81,7 +72,7 @@ def test_idx_of_every_type_comes_back_as_written(tmp_path, code):
         values = np.random.default_rng(1).integers(-limit if code[0] != "u" else 0, limit, shape).astype(code)
         raw = idx_bytes(values, code)
         (tmp_path / "values").write_bytes(gzip.compress(raw) if zipped else raw)
-        found = read_idx(tmp_path / "values")
+        found = file_formats.read_idx(tmp_path / "values")
         assert found.dtype == np.dtype(code)
         assert found.dtype.isnative
         np.testing.assert_array_equal(found, values)
@@ -99,11 +90,17 @@ def test_damaged_idx_is_a_value_error(tmp_path, change, message):
     raw = idx_bytes(np.arange(16, dtype=np.uint8).reshape(4, 4), "u1")
     path = tmp_path / "values.gz"
     path.write_bytes(change(raw))
-    refuses(lambda: read_idx(path), message)
+    refuses(lambda: file_formats.read_idx(path), message)
 
 
 def test_missing_files_are_os_errors(tmp_path):
-    for read in (read_idx, read_npz, read_mat, read_cifar_binary, read_cifar_python):
+    for read in (
+        file_formats.read_idx,
+        file_formats.read_npz,
+        file_formats.read_mat,
+        file_formats.read_cifar_binary,
+        file_formats.read_cifar_python,
+    ):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "nothing")
 
@@ -115,7 +112,7 @@ def test_npz_images_come_channels_first_from_every_layout(tmp_path, keys, layout
     images = np.random.default_rng(2).integers(0, 256, (5, channels, 6, 7), dtype=np.uint8)
     stored = {"NHW": images[:, 0], "NCHW": images}.get(layout, images.transpose(0, 2, 3, 1))
     np.savez(tmp_path / "set.npz", **{keys[0]: stored, keys[1]: np.arange(5, dtype=np.uint8)[:, None]})
-    found, labels = read_npz(tmp_path / "set.npz")
+    found, labels = file_formats.read_npz(tmp_path / "set.npz")
     np.testing.assert_array_equal(found, images)
     np.testing.assert_array_equal(labels, np.arange(5))
     assert labels.dtype == np.int64
@@ -131,14 +128,14 @@ def test_npz_images_come_channels_first_from_every_layout(tmp_path, keys, layout
 ])  # fmt: skip
 def test_npz_with_the_wrong_arrays_is_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "set.npz", **arrays)
-    refuses(lambda: read_npz(tmp_path / "set.npz"), message)
+    refuses(lambda: file_formats.read_npz(tmp_path / "set.npz"), message)
 
 
 def test_npz_never_unpickles(tmp_path):
     trap = np.empty(1, dtype=object)
     trap[0] = Intruder(tmp_path / "intruder")
     np.savez(tmp_path / "set.npz", images=trap, labels=np.zeros(1, int))
-    refuses(lambda: read_npz(tmp_path / "set.npz"), "plain arrays")
+    refuses(lambda: file_formats.read_npz(tmp_path / "set.npz"), "plain arrays")
     assert not (tmp_path / "intruder").exists()
 
 
@@ -151,14 +148,14 @@ def test_damaged_npz_is_a_value_error(tmp_path):
     np.save(array, np.zeros(3))
     for damaged in (raw[: len(raw) // 2], flipped, b"not a zip", b"", array.getvalue()):
         (tmp_path / "set.npz").write_bytes(damaged)
-        refuses(lambda: npz_arrays(tmp_path / "set.npz"), "plain arrays")
+        refuses(lambda: file_formats.npz_arrays(tmp_path / "set.npz"), "plain arrays")
 
 
 @pytest.mark.parametrize("labels", [np.arange(1, 6, dtype=np.uint8), np.arange(1.0, 6.0)])
 def test_mat_file_is_turned_channels_first(tmp_path, labels):
     images = np.random.default_rng(4).integers(0, 256, (5, 3, 8, 6), dtype=np.uint8)
     savemat(tmp_path / "set.mat", {"X": images.transpose(2, 3, 1, 0), "y": labels[:, None]})
-    found, classes = read_mat(tmp_path / "set.mat")
+    found, classes = file_formats.read_mat(tmp_path / "set.mat")
     np.testing.assert_array_equal(found, images)
     assert classes.tolist() == [1, 2, 3, 4, 5]
     assert classes.dtype == np.int64
@@ -174,14 +171,14 @@ def test_mat_file_with_the_wrong_arrays_is_refused(tmp_path):
         ({"X": images.astype(float), "y": [[1], [2]]}, "uint8"),
     ):
         savemat(tmp_path / "set.mat", arrays)
-        refuses(lambda: read_mat(tmp_path / "set.mat"), message)
+        refuses(lambda: file_formats.read_mat(tmp_path / "set.mat"), message)
 
 
 @pytest.mark.parametrize("label_bytes", [1, 2])
 def test_cifar_binary_rows_are_labels_then_red_green_blue(tmp_path, rows, label_bytes):
     labels = np.random.default_rng(5).integers(0, 100, (4, label_bytes), dtype=np.uint8)
     (tmp_path / "batch.bin").write_bytes(b"".join(bytes(a) + bytes(b) for a, b in zip(labels, rows, strict=True)))
-    images, found = read_cifar_binary(tmp_path / "batch.bin", label_bytes=label_bytes)
+    images, found = file_formats.read_cifar_binary(tmp_path / "batch.bin", label_bytes=label_bytes)
     assert images.shape == (4, 3, 32, 32)
     assert images[2, 1, 5, 7] == rows[2, 1024 + 5 * 32 + 7]
     np.testing.assert_array_equal(images.reshape(4, -1), rows)
@@ -191,7 +188,7 @@ def test_cifar_binary_rows_are_labels_then_red_green_blue(tmp_path, rows, label_
 @pytest.mark.parametrize("size", [0, 3072, 3074, 2 * 3073 - 1])
 def test_cifar_binary_of_the_wrong_length_is_refused(tmp_path, size):
     (tmp_path / "batch.bin").write_bytes(bytes(size))
-    refuses(lambda: read_cifar_binary(tmp_path / "batch.bin"), "rows of 3073 bytes")
+    refuses(lambda: file_formats.read_cifar_binary(tmp_path / "batch.bin"), "rows of 3073 bytes")
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -201,18 +198,18 @@ def test_cifar_batches_of_python_2_are_read(tmp_path, rows, fortran, older):
     true = pickle.loads(raw, encoding="latin1")["data"]
     np.testing.assert_array_equal(true, rows)  # the hand-made file is a true one
     (tmp_path / "batch").write_bytes(b"(" + raw[4:-2] + b"d." if older else raw)  # protocols 0 and 1 end a dict so
-    images, fine = read_cifar_python(tmp_path / "batch", labels="fine_labels")
+    images, fine = file_formats.read_cifar_python(tmp_path / "batch", labels="fine_labels")
     np.testing.assert_array_equal(images.reshape(4, -1), rows)
     assert fine.tolist() == [3, 1, 99, 5]
-    assert read_cifar_python(tmp_path / "batch", labels="coarse_labels")[1].tolist() == [0, 1, 2, 19]
-    refuses(lambda: read_cifar_python(tmp_path / "batch"), "data and labels")
+    assert file_formats.read_cifar_python(tmp_path / "batch", labels="coarse_labels")[1].tolist() == [0, 1, 2, 19]
+    refuses(lambda: file_formats.read_cifar_python(tmp_path / "batch"), "data and labels")
 
 
 @pytest.mark.parametrize("protocol", [3, 4])
 def test_cifar_batches_saved_again_by_python_3_are_read(tmp_path, rows, protocol):
     batch = {b"data": rows, "labels": [1, 2, 3, 4]}
     (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol=protocol))
-    images, labels = read_cifar_python(tmp_path / "batch")
+    images, labels = file_formats.read_cifar_python(tmp_path / "batch")
     np.testing.assert_array_equal(images.reshape(4, -1), rows)
     assert labels.tolist() == [1, 2, 3, 4]
 
@@ -222,7 +219,7 @@ def test_pickles_that_would_run_code_are_refused_before_they_do(tmp_path, protoc
     batch = {"labels": [0], "data": Intruder(tmp_path / "intruder")}
     raw = pickle.dumps(batch, protocol=protocol)
     (tmp_path / "batch").write_bytes(raw)
-    refuses(lambda: read_cifar_python(tmp_path / "batch"), "which no CIFAR batch contains")
+    refuses(lambda: file_formats.read_cifar_python(tmp_path / "batch"), "which no CIFAR batch contains")
     assert not (tmp_path / "intruder").exists()
     pickle.loads(raw)
     assert (tmp_path / "intruder").exists()  # it would have
@@ -233,13 +230,13 @@ def test_pickles_that_would_run_code_are_refused_before_they_do(tmp_path, protoc
 )
 def test_every_other_global_is_refused(tmp_path, name):
     (tmp_path / "batch").write_bytes(b"c" + name.encode() + b"\n.")
-    refuses(lambda: read_cifar_python(tmp_path / "batch"), "which no CIFAR batch contains")
+    refuses(lambda: file_formats.read_cifar_python(tmp_path / "batch"), "which no CIFAR batch contains")
 
 
 def test_pickles_cannot_leave_anything_behind_on_the_admitted_names(tmp_path):
     """BUILD sets attributes on what it is given; on the stand-ins of NumPy's names it must fail."""
     (tmp_path / "batch").write_bytes(b"\x80\x02cnumpy\nndarray\nN}U\x04trapK\x01s\x86b.")
-    refuses(lambda: read_cifar_python(tmp_path / "batch"), "CIFAR batch")
+    refuses(lambda: file_formats.read_cifar_python(tmp_path / "batch"), "CIFAR batch")
 
 
 def test_damaged_cifar_pickles_are_value_errors(tmp_path, rows):
@@ -254,7 +251,7 @@ def test_damaged_cifar_pickles_are_value_errors(tmp_path, rows):
     wrong = short, wide, half_rows, float_labels, few_labels, no_array, bare
     for damaged in (raw[:100], raw[:-1], b"", b"garbage", b"K\x01.", *wrong):
         (tmp_path / "batch").write_bytes(damaged)
-        refuses(lambda: read_cifar_python(tmp_path / "batch"), "expected")
+        refuses(lambda: file_formats.read_cifar_python(tmp_path / "batch"), "expected")
 
 
 # -------------------------------------------------------------------------------------------------------------- MATLAB
@@ -270,7 +267,7 @@ def test_arrays_of_every_type_come_back_from_scipy(tmp_path, code, compressed):
         "tall": generator.integers(0, 100, (1001, 1)).astype(code),
     }
     savemat(tmp_path / "file.mat", arrays, do_compression=compressed)
-    found = matlab_arrays((tmp_path / "file.mat").read_bytes())
+    found = file_formats.matlab_arrays((tmp_path / "file.mat").read_bytes())
     assert set(found) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
@@ -286,13 +283,13 @@ def test_big_endian_files_are_read(tmp_path):
     flags, sizes = (10).to_bytes(4, "big") + bytes(4), (2).to_bytes(4, "big") + (1).to_bytes(4, "big")
     matrix = element(6, flags) + element(5, sizes) + element(1, b"z") + element(3, b"\0\1\xff\xfe")
     (tmp_path / "file.mat").write_bytes(b"MATLAB".ljust(124) + b"\1\0MI" + element(14, matrix))
-    np.testing.assert_array_equal(matlab_arrays((tmp_path / "file.mat").read_bytes())["z"], [[1], [-2]])
+    np.testing.assert_array_equal(file_formats.matlab_arrays((tmp_path / "file.mat").read_bytes())["z"], [[1], [-2]])
 
 
 def test_text_cells_structures_and_complex_numbers_are_passed_over(tmp_path):
     others = {"text": "hello", "cell": np.array([1, "two"], dtype=object), "structure": {"a": 1}, "complex": 1j}
     savemat(tmp_path / "file.mat", others | {"number": 3.0})
-    assert set(matlab_arrays((tmp_path / "file.mat").read_bytes())) == {"number"}
+    assert set(file_formats.matlab_arrays((tmp_path / "file.mat").read_bytes())) == {"number"}
 
 
 @pytest.mark.parametrize("compressed", often([True], [False]))
@@ -302,7 +299,7 @@ def test_damaged_files_are_value_errors(tmp_path, compressed):
     raw = path.read_bytes()
     for damaged in (b"", raw[:100], raw[:-5], raw[:140], raw[:126] + b"??" + raw[128:]):
         path.write_bytes(damaged)
-        refuses(lambda: read_mat(path), "expected a MATLAB 5 file")
+        refuses(lambda: file_formats.read_mat(path), "expected a MATLAB 5 file")
     generator = np.random.default_rng(1)
     refused = 0
     for _ in range(300):  # any byte may be wrong: an array or a ValueError, never another error
@@ -310,7 +307,7 @@ def test_damaged_files_are_value_errors(tmp_path, compressed):
         changed[generator.integers(128, len(raw))] = generator.integers(256)
         path.write_bytes(changed)
         try:
-            read_mat(path)
+            file_formats.read_mat(path)
         except ValueError:
             refused += 1
     assert refused > 10

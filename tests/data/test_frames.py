@@ -36,10 +36,8 @@ def test_every_kind_of_column_becomes_numbers(frame):
     assert rows["size missing"] == [0, 0, 1, 0, 0]
     assert rows["rooms missing"] == [0, 1, 0, 0, 0]
     assert [rows["city=Oslo"], rows["city=Rome"], rows["city missing"]] == [
-        [1, 0, 0, 1, 0],
-        [0, 0, 1, 0, 1],
-        [0, 1, 0, 0, 0],
-    ]
+        [1, 0, 0, 1, 0], [0, 0, 1, 0, 1], [0, 1, 0, 0, 0],
+    ]  # fmt: skip
     assert rows["zone=7"] == [1, 0, 0, 1, 1]
     assert rows["sold"] == pytest.approx(np.array([-1.5, -0.5, 0, 1.5, 0.5]) / np.std([1, 2, 4, 3]))
     assert rows["new"] == pytest.approx((np.array([1, 0, 1, 1, 0]) - 0.6) / np.sqrt(0.24))

@@ -330,7 +330,6 @@ def test_image_sets_are_cut_with_their_labels():
     assert held.labels.bincount().tolist() == [2] * 4
     for part in (train, held):
         assert torch.equal(part.images[:, 0, 0, 0].long() % 4, part.labels)
-    loose = train_validation(ImageSet(images, labels, "forty", tuple("abcd")), validation=8, seed=1, stratified=False)[
-        1
-    ]
+    forty = ImageSet(images, labels, "forty", tuple("abcd"))
+    loose = train_validation(forty, validation=8, seed=1, stratified=False)[1]
     assert torch.equal(loose.images[:, 0, 0, 0].long(), split_indices(40, validation=8, seed=1)[1])

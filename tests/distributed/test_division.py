@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from workers import said, workers
 
 import dissensus as ds
@@ -15,7 +15,6 @@ import test_contract
 import tiny
 from dissensus.training.checkpoint import read_distributed
 from dissensus.training.validation import validation_nll
-from thinning import often
 
 MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
 # Methods of the contract's table whose line there runs chains before `fit` does
@@ -37,6 +36,10 @@ def plain(dropout=0.0):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
+def made(mesh):
+    return None if mesh is None else ds.distributed.mesh(*mesh)
+
+
 def trained(method, mesh=None, epochs=100, *, net=small, batch_size=7, keywords=None, **settings):
     """(state, losses, predictions, history) after training on 12 points in batches of 7 and 5.
 
@@ -46,16 +49,12 @@ def trained(method, mesh=None, epochs=100, *, net=small, batch_size=7, keywords=
     posterior = METHODS[method](net, **(keywords or {})).to(torch.float64)
     x, y = tiny.points()
     loader = ds.data.Batches(x, y, batch_size=batch_size, shuffle=True)
-    made = None
-    if mesh is not None:
-        made = ds.distributed.mesh(*mesh)
-        if made.rank:  # whose weights and random numbers are those of the first process
-            state = posterior.state_dict()
-            posterior.load_state_dict({name: t + 1 if t.is_floating_point() else t for name, t in state.items()})
-            torch.manual_seed(9)
-    if not (made and made.rank):
-        torch.manual_seed(1)
-    history = ds.fit(posterior, loader, epochs=epochs, progress=False, mesh=made, **settings)
+    mesh = made(mesh)
+    if mesh and mesh.rank:  # whose weights and random numbers are those of the first process
+        state = posterior.state_dict()
+        posterior.load_state_dict({name: t + 1 if t.is_floating_point() else t for name, t in state.items()})
+    torch.manual_seed(9 if mesh and mesh.rank else 1)
+    history = ds.fit(posterior, loader, epochs=epochs, progress=False, mesh=mesh, **settings)
     torch.manual_seed(2)
     return result(posterior, history, x)
 
@@ -166,25 +165,12 @@ def uneven(mesh):
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([plain() for _ in range(2)], weight_prior_std=1.0, data_size=13).double()
     batches = [(x[rows], y[rows], weight[rows]) for rows in (slice(5), slice(5, 10), slice(10, 12), slice(12, 13))]
-    made = None if mesh is None else ds.distributed.mesh(*mesh)
-    return result(posterior, ds.fit(posterior, batches, epochs=3, progress=False, mesh=made, accumulate=2), x)
-
-
-def test_batches_with_fewer_rows_than_ranks_count_once():
-    expected = uneven(None)
-    for rank in workers().run(4, uneven, (1, 4)):
-        assert off(rank, expected) < 1e-8
+    return [result(posterior, ds.fit(posterior, batches, epochs=3, progress=False, mesh=made(mesh), accumulate=2), x)]
 
 
 def in_a_loop(mesh):
     """Dropout of members that run one after the other: noise of other processes' members is drawn between."""
     return trained("multi_mc_dropout", mesh, 3, engine="loop"), trained("function_rde", mesh, 2, engine="loop")
-
-
-def test_noise_is_that_of_one_process_in_a_loop_too():
-    expected = in_a_loop(None)
-    for rank in workers().run(4, in_a_loop, (2, 2)):
-        assert max(off(found, wanted) for found, wanted in zip(rank, expected, strict=True)) < 1e-8
 
 
 def per_rank():
@@ -343,8 +329,7 @@ def read_rows(mesh, kind, keywords):
     loader = kind(x, y, weight=weight, batch_size=7, **keywords)
     ds.data.Batches.at = counting
     try:
-        made = None if mesh is None else ds.distributed.mesh(*mesh)
-        history = ds.fit(posterior, loader, epochs=3, mesh=made, progress=False)
+        history = ds.fit(posterior, loader, epochs=3, mesh=made(mesh), progress=False)
     finally:
         ds.data.Batches.at = at
     return result(posterior, history, x), read
@@ -357,12 +342,10 @@ def doubled(x):
 @pytest.mark.parametrize(
     ("kind", "keywords"),
     [
-        (ds.data.Batches, {"shuffle": True, "seed": 3}),
-        (ds.data.Batches, {"shuffle": True, "augment": doubled}),
-        (Counted, {}),
-        pytest.param(ds.data.Batches, {}, marks=pytest.mark.slow),
+        (ds.data.Batches, {"shuffle": True, "seed": 3}), (ds.data.Batches, {"shuffle": True, "augment": doubled}),
+        (Counted, {}), pytest.param(ds.data.Batches, {}, marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_each_rank_reads_its_own_rows_of_batches_in_memory(kind, keywords):
     """Of every epoch's first batch all, to be compared; of a last one of two rows each rank has one. Batches that are
     augmented, or of a kind of their own, are read whole."""
@@ -382,17 +365,10 @@ def watched(mesh):
     run = ds.DeepEnsemble([small() for _ in range(2)]).double()
     ds.track(run, [functools.partial(ds.SWAG, rank=2, samples=3), functools.partial(ds.TRADI, samples=3), ds.SWA])
     x, y = tiny.points()
-    mesh = None if mesh is None else ds.distributed.mesh(*mesh)
+    mesh = made(mesh)
     history = ds.fit(run, ds.data.Batches(x, y, batch_size=7), epochs=4, mesh=mesh, progress=False)
     assert all(each.mesh is mesh for each in run.watchers)
     return [result(each, history, x) for each in (run, *run.watchers)]
-
-
-@pytest.mark.parametrize("which", often(["members"], ["data", "both"]))
-def test_methods_that_watch_a_run_see_all_of_its_members(which):
-    expected = watched(None)
-    for rank in workers().run(math.prod(MESHES[which]), watched, MESHES[which]):
-        assert max(off(found, wanted) for found, wanted in zip(rank, expected, strict=True)) < 1e-8
 
 
 # ---------------------------------------------------------------------------------------------------- what would differ unseen
@@ -484,36 +460,18 @@ def test_validation_joins_uneven_parts():
         assert found == pytest.approx(of_all_rows, abs=1e-12)
 
 
-class Stream:
-    """So many batches, read again in every epoch, and no length."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        x, y = tiny.points()
-        return iter([(x, y)] * self.batches)
-
-
-class Promising(Stream):
+class Promising(tiny.Unsized):
     """One batch fewer than its length says."""
 
     def __len__(self):
-        return self.batches + 1
+        return len(self.make()) + 1
 
 
-class Streamed(IterableDataset):
+class Streamed(tiny.Stream):
     """A stream of rows with a length, as torch's loaders take it."""
-
-    def __init__(self, rows):
-        self.rows = rows
 
     def __len__(self):
         return 12
-
-    def __iter__(self):
-        x, y = tiny.points()
-        return zip(x[: self.rows], y[: self.rows], strict=True)
 
 
 def unequal(which, axes, given):
@@ -521,11 +479,11 @@ def unequal(which, axes, given):
     mesh = ds.distributed.mesh(*axes, batches=given)
     fewer, (x, y) = 1 if mesh.rank else 0, tiny.points()
     loader = {
-        "stream": Stream(4 - fewer),
-        "empty stream": Stream(1 - fewer),
+        "stream": tiny.Unsized(lambda: [(x, y)] * (4 - fewer)),
+        "empty stream": tiny.Unsized(lambda: [(x, y)] * (1 - fewer)),
         "list": [(x, y)] * (4 - fewer),
-        "wrong length": Promising(3),
-        "rows": DataLoader(Streamed(12 - 4 * fewer), batch_size=4),
+        "wrong length": Promising(lambda: [(x, y)] * 3),
+        "rows": DataLoader(Streamed(lambda: zip(x[: 12 - 4 * fewer], y[: 12 - 4 * fewer], strict=True)), batch_size=4),
     }[which]
     posterior = ds.DeepEnsemble([plain() for _ in range(2)]).double()
     return said(ds.fit, posterior, loader, epochs=2, mesh=mesh, progress=False)
@@ -555,19 +513,28 @@ def test_a_process_with_fewer_batches_is_an_error_in_all_of_them_at_once(which, 
 
 def streamed(mesh):
     """As `trained`, from a loader without a length."""
-    posterior = METHODS["deep_ensemble"](small).double()
-    made = None if mesh is None else ds.distributed.mesh(*mesh)
-    torch.manual_seed(1)
-    history = ds.fit(posterior, Stream(3), epochs=2, mesh=made, progress=False)
-    return result(posterior, history, tiny.points()[0])
-
-
-@pytest.mark.parametrize("which", ["members", "data"])
-def test_loaders_without_a_length_train_to_the_result_of_one_process(which):
     torch.manual_seed(0)
-    expected = streamed(None)
-    for rank in workers().run(2, streamed, MESHES[which]):
-        assert off(rank, expected) < 1e-8
+    posterior = METHODS["deep_ensemble"](small).double()
+    torch.manual_seed(1)
+    loader = tiny.Unsized(lambda: [tiny.points()] * 3)
+    history = ds.fit(posterior, loader, epochs=2, mesh=made(mesh), progress=False)
+    return [result(posterior, history, tiny.points()[0])]
+
+
+@pytest.mark.parametrize(
+    ("run", "which"),
+    [
+        (uneven, (1, 4)),
+        (in_a_loop, (2, 2)),
+        *((streamed, mesh) for mesh in ((2, 1), (1, 2))),
+        (watched, (2, 1)),
+        *(pytest.param(watched, mesh, marks=pytest.mark.slow) for mesh in ((1, 2), (2, 2))),
+    ],
+)
+def test_a_run_on_a_mesh_gives_what_one_process_gives(run, which):
+    expected = run(None)
+    for rank in workers().run(math.prod(which), run, which):
+        assert max(off(found, wanted) for found, wanted in zip(rank, expected, strict=True)) < 1e-8
 
 
 def standardised():

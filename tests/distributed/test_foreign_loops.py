@@ -13,15 +13,9 @@ import tiny
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-class Loss(nn.Module):
+def with_loss(posterior):
     """What a LightningModule or Trainer's model does in its forward."""
-
-    def __init__(self, posterior):
-        super().__init__()
-        self.posterior = posterior
-
-    def forward(self, x, y):
-        return self.posterior.loss(x, y)
+    return tiny.Network(lambda self, x, y: self.posterior.loss(x, y), posterior=posterior)
 
 
 def plain():
@@ -45,7 +39,7 @@ def ensemble():
     """The ensemble's state after four steps on each rank's share of the points, and SWAG's mean over them."""
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([plain() for _ in range(3)])
-    model, optimizer = in_ddp(Loss(posterior)), sgd(posterior)
+    model, optimizer = in_ddp(with_loss(posterior)), sgd(posterior)
     with ds.watching(posterior, optimizer, [ds.SWA], steps=4) as (swa,):
         for _ in range(4):
             optimizer.zero_grad()
@@ -81,7 +75,7 @@ def test_two_ranks_train_and_record_as_one(run):
 def refused():
     x, y = tiny.points()
     ensemble, coupled = ds.DeepEnsemble([plain(), plain()]), ds.WeightRDE([plain(), plain()], data_size=12)
-    wrapped = DistributedDataParallel(Loss(coupled))
+    wrapped = DistributedDataParallel(with_loss(coupled))
     return [said(ensemble.backward, x, y), said(ensemble.loss, x, y), said(wrapped, x, y)]
 
 

@@ -184,9 +184,8 @@ def check(method, backend, device, folder):
     assert mesh.data.bytes_sent["sum"] > 0
     assert validation == pytest.approx(scores, abs=1e-10)
     for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        told = lambda text, name=name: f"{name}: {text}"  # noqa: E731
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=told)
 
 
 SOME = ["map", "deep_ensemble", "multi_mc_dropout", "function_rde", "svgd", "batch_ensemble", "multi_swag", "node_bnn"]
@@ -254,11 +253,9 @@ def of_a_bench(trainings):
         logging.getLogger("dissensus").warning("a remark")
     torchrun_ranks.wait()
     return (
-        torchrun_ranks.rank(),
-        list(torchrun_ranks.groups_of_this_rank(trainings)),
-        torchrun_ranks.is_training_shared(len(trainings)),
-        out.getvalue(),
-    )
+        torchrun_ranks.rank(), list(torchrun_ranks.groups_of_this_rank(trainings)),
+        torchrun_ranks.is_training_shared(len(trainings)), out.getvalue(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("trainings", "dealt", "shared"), [("abc", ["ac", "b"], False), ("a", ["a", ""], True)])

@@ -58,15 +58,7 @@ def read(path, members, shape=(None, None), rewrite=False):
     found, (expected, _) = read_distributed(path, together, torch.device("cpu")), state_of(mesh, members)
     if rewrite:
         write_distributed(path, found, together, members, {id(found["optimizer"]["state"][0]["exp_avg"])})
-    return same(expected, found)
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+    return tiny.same(expected, found)
 
 
 def test_four_ranks_then_two_then_one_then_four(tmp_path):
@@ -123,8 +115,8 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
     path = tmp_path / "run.ckpt"
     four = workers().run(4, fit, name, path, 1, (2, 2))
     for found in workers().run(2, fit, name, path, 1, (2, 1)):  # resumed and not trained
-        assert same(found, four[0])
-    assert same(fit(name, path, 2), workers().run(2, fit, name, path, 2, (1, 2))[0])
+        assert tiny.same(found, four[0])
+    assert tiny.same(fit(name, path, 2), workers().run(2, fit, name, path, 2, (1, 2))[0])
     found = fit(name, path, 4)  # on to the end by one
     # Alone, broken off at the same epochs: chains plan their snapshots anew for every length of a run.
     *_, expected = (fit(name, tmp_path / "alone.pt", epochs) for epochs in (1, 2, 4))
@@ -137,10 +129,10 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
 def test_a_file_of_one_process_is_resumed_by_several_and_stays_a_file(tmp_path):
     path = tmp_path / "run.pt"
     alone = fit("deep_ensemble", path, 1)
-    assert same(workers().run(2, fit, "deep_ensemble", path, 1, (2, 1))[0], alone)
+    assert tiny.same(workers().run(2, fit, "deep_ensemble", path, 1, (2, 1))[0], alone)
     two = workers().run(2, fit, "deep_ensemble", path, 2, (2, 1))
     assert path.is_file()
-    assert same(fit("deep_ensemble", path, 2), two[0])
+    assert tiny.same(fit("deep_ensemble", path, 2), two[0])
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):

@@ -60,12 +60,9 @@ def fit(name, divide=True, path=None, epochs=3, optimizer="adam", **settings):
     whole = sharding.gather_full_tensors(posterior.state_dict())
     predictive = ds.predict(posterior, [(X[i : i + 9], Y[i : i + 9]) for i in (0, 9, 18)])  # more batches than ranks
     return (
-        whole,
-        [(e.loss, e.validation) for e in history.epochs],
-        predictive.mean,
-        sum(weights.values()),
+        whole, [(e.loss, e.validation) for e in history.epochs], predictive.mean, sum(weights.values()),
         sum(sharding.local_part(t).nbytes for t in states),
-    )
+    )  # fmt: skip
 
 
 def close(found, expected, tolerance=1e-10):
@@ -249,9 +246,8 @@ def test_all_ranks_name_the_member_whose_part_is_not_finite():
 
 
 def plain_network(dropout=0.0):
-    return nn.Sequential(
-        nn.Linear(4, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
+    layers = nn.Linear(4, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
+    return nn.Sequential(*layers).double()
 
 
 def divided(net, mesh):

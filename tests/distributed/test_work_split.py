@@ -164,9 +164,8 @@ def of_parts():
     for n in (N, 3):
         predictive = ds.predict(ensemble(), parted(n, 16))
         y = predictive.targets
-        evaluation = numbers(
-            ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8, seed=2)}, progress=False)
-        )
+        other = {"other": parted(40, 8, seed=2)}
+        evaluation = numbers(ds.evaluate(ensemble(), parted(n, 16), ood=other, progress=False))
         found |= {f"{n}/{name}": value for name, value in evaluation.items()}
         found |= {f"{n}/members": predictive.member_means, f"{n}/y": y}
     posterior = ensemble()
@@ -196,9 +195,8 @@ def of_uneven_parts():
     sizes = [40, 0, 33, 17]
     rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     x, y = rows()
-    parts = [
-        Batches(*each, batch_size=BATCH) for each in zip(x.split(sizes), y.split(sizes), strict=True) if len(each[0])
-    ]
+    pairs = zip(x.split(sizes), y.split(sizes), strict=True)
+    parts = [Batches(*pair, batch_size=BATCH) for pair in pairs if len(pair[0])]
     parts.insert(1, [])
     mine = parts[rank] if size > 1 else [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
     posterior = ensemble()
@@ -361,12 +359,8 @@ def said_by(name):
         summary = ds.summarise(posterior, data)
         evaluation = numbers(ds.evaluate(posterior, data, progress=False))
         found += [
-            predictive.member_means,
-            summary.mean,
-            summary.epistemic,
-            evaluation["nll"],
-            evaluation["test/correct"],
-        ]
+            predictive.member_means, summary.mean, summary.epistemic, evaluation["nll"], evaluation["test/correct"],
+        ]  # fmt: skip
     return found, ran, posterior.draw().members
 
 

@@ -1,5 +1,6 @@
 """When a run prepares the fast way: laws of the rule, with a clock that is set by hand."""
 
+import contextlib
 import os
 
 import pytest
@@ -10,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.engine import break_even, build_step, strategies
-from dissensus.engine.break_even import MEASURED, BreakEven, Pace, known_pace
+from dissensus.engine.break_even import MEASURED, BreakEven, Pace, decide_by_count, known_pace
 from dissensus.engine.strategies import Plan
 
 CPU = torch.device("cpu")
@@ -95,6 +96,21 @@ def test_compiling_costs_the_same_in_every_run() -> None:
     assert pace is not known_pace(plans, "key")
     pace.plain, pace.fast, pace.preparation = 1.0, 0.5, 0.001
     assert pace.expected() == (0.5, break_even.COMPILING)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_where_runs_must_be_equal_the_number_of_calls_decides_and_no_time(deterministic, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    with contextlib.nullcontext() if deterministic else decide_by_count():
+        for count, prepared_at in ((4, None), (5, 2), (None, 2), (1000, 2)):
+            way = BreakEven(Pace(plain=1e-9, launched=1e-9, fast=1.0, preparation=1e9), CPU, count, first=1)
+            for _ in range(4):
+                way.begin_call()
+                way.end_call(fast=way.prepared_at is not None)
+            assert (way.prepared_at, way.settled) == (prepared_at, prepared_at is not None)
+        assert not BreakEven(Pace(compiles=True), CPU, 1000).by_count
+    if not deterministic:
+        assert not BreakEven(Pace(), CPU, 1000).by_count
 
 
 class Switching:

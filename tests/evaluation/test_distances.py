@@ -229,9 +229,8 @@ def test_risk_and_acceptance_here_and_elsewhere():
     posterior, x, y = posterior_and_rows()
     gate = ds.selective(posterior, [(x[:200], y[:200])], risk=0.3)
     alarm = ds.ood_gate(posterior, [(x[:200], y[:200])], false_alarm=0.1)
-    found = ds.evaluate(
-        posterior, [(x[200:], y[200:])], ood={"flat": [(0.01 * x, y)]}, shift={"same": [(x[200:], y[200:])]}
-    ).metrics
+    rest = [(x[200:], y[200:])]
+    found = ds.evaluate(posterior, rest, ood={"flat": [(0.01 * x, y)]}, shift={"same": rest}).metrics
     accept = gate(x[200:]).accept
     wrong = posterior.predict(x[200:]).mean.argmax(1) != y[200:]
     assert found["selective/accepted"] == pytest.approx(float(accept.double().mean()))

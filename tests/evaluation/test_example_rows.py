@@ -41,13 +41,11 @@ def test_a_classification_has_truth_answer_uncertainty_set_and_gate(promised):
     assert frame["prediction"].tolist() == [NAMES[i] for i in answer]
     assert frame["correct"].tolist() == (answer == y).tolist()
     assert frame["confidence"].tolist() == confidence.tolist()
-    assert torch.allclose(
-        torch.tensor(frame[PARTS].to_numpy()), torch.stack([getattr(predictive, p) for p in PARTS], 1)
-    )
+    expected = torch.stack([getattr(predictive, p) for p in PARTS], 1)
+    assert torch.allclose(torch.tensor(frame[PARTS].to_numpy()), expected)
     inside = posterior.promises["conformal"].set(x)
-    assert frame["conformal/set"].tolist() == [
-        tuple(n for n, there in zip(NAMES, row, strict=True) if there) for row in inside
-    ]
+    sets = [tuple(n for n, there in zip(NAMES, row, strict=True) if there) for row in inside]
+    assert frame["conformal/set"].tolist() == sets
     assert frame["selective/accepted"].tolist() == posterior.promises["selective"](x).accept.tolist()
     assert ds.predict(posterior, [(x, y)]).to_dataframe()["truth"].tolist() == y.tolist()  # the loader's, by number
     assert list(predictive.to_dataframe()) == ["prediction", "confidence", *PARTS]

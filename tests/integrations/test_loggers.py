@@ -173,9 +173,8 @@ class TrialPruned(Exception):
 def test_optuna_gets_validation_scores_and_ends_a_trial(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace(TrialPruned=TrialPruned))
     reported = []
-    trial = SimpleNamespace(
-        report=lambda value, step: reported.append((step, value)), should_prune=lambda: len(reported) == 2
-    )
+    trial = SimpleNamespace(report=lambda value, step: reported.append((step, value)))
+    trial.should_prune = lambda: len(reported) == 2
     epochs, posterior = [], tiny.ensemble(tiny.mlp)
     with pytest.raises(TrialPruned, match="pruned after epoch 2"):
         train(posterior, epochs=5, callback=[epochs.append, loggers.Optuna(trial)])
@@ -216,9 +215,8 @@ def test_the_blocks_of_the_page_that_need_other_packages_run(monkeypatch, tmp_pa
     page = (Path(__file__).parents[2] / "docs" / "guides" / "logging.md").read_text()
     blocks = re.findall(r"^```(python)?\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     values, scores, study = [], [], Calls()
-    trial = SimpleNamespace(
-        suggest_float=lambda *_, **__: 1e-2, report=lambda *told: scores.append(told), should_prune=lambda: False
-    )
+    trial = SimpleNamespace(suggest_float=lambda *_, **__: 1e-2, should_prune=lambda: False)
+    trial.report = lambda *told: scores.append(told)
     study.optimize = lambda objective, n_trials: values.append(objective(trial))
     boards = SimpleNamespace(SummaryWriter=lambda folder: Calls())
     optuna = SimpleNamespace(create_study=lambda: study, TrialPruned=TrialPruned)

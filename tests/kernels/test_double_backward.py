@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dissensus as ds
+import tiny
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients
@@ -38,37 +39,29 @@ def flat(axes: int, *layers: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
     return network, shape
 
 
-class Force(nn.Module):
+def force(self: nn.Module, x: Tensor) -> Tensor:
     """Gives a derivative of its own, so that input gradients are second derivatives already."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(
-            nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 4, 2), *layers, nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            force = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
-        return force[:, :3]
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0][:, :3]
 
 
-class OwnKernels(nn.Module):
+def energy(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 4, 2), *more, nn.Tanh(), nn.Flatten(), nn.Linear(4, 3))
+
+
+def own_kernels(self: nn.Module, x: Tensor) -> Tensor:
     """A convolution whose kernel, and another whose bias, the network makes of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made, self.plain, self.head = nn.Linear(2, 2 * 4), nn.Conv1d(2, 2, 1), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kernel = self.made(x.mean((0, 2))).reshape(2, 2, 2)
-        found = torch.conv1d(x, self.plain.weight, kernel.sum((1, 2))) + self.plain(x)
-        return self.head(torch.conv1d(found, kernel).tanh().flatten(1))
+    kernel = self.made(x.mean((0, 2))).reshape(2, 2, 2)
+    found = torch.conv1d(x, self.plain.weight, kernel.sum((1, 2))) + self.plain(x)
+    return self.head(torch.conv1d(found, kernel).tanh().flatten(1))
 
 
 NETWORKS = {
-    "kernels made of inputs": lambda: (OwnKernels(), (2, 5)),
+    "kernels made of inputs": lambda: (
+        tiny.Network(own_kernels, made=nn.Linear(2, 8), plain=nn.Conv1d(2, 2, 1), head=nn.Linear(8, 3)),
+        (2, 5),
+    ),
     "dense": lambda: (nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.PReLU(6), nn.Linear(6, 3)), (4,)),
     "1d": lambda: flat(1, nn.Conv1d(2, 4, 3, stride=2, padding=1), nn.BatchNorm1d(4), nn.PReLU()),
     "2d": lambda: flat(2, nn.Conv2d(2, 4, (3, 2), dilation=2, groups=2, bias=False), nn.BatchNorm2d(4), nn.PReLU(4)),
@@ -76,7 +69,7 @@ NETWORKS = {
     "transposed": lambda: flat(2, nn.ConvTranspose2d(2, 4, 3, 2, 1, output_padding=1, groups=2), nn.BatchNorm2d(4)),
     "torch's own": lambda: flat(2, nn.Conv2d(2, 3, 3, padding="same"), nn.BatchNorm2d(3, affine=False), nn.ReLU()),
     "cumulative": lambda: flat(2, nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, momentum=None), nn.ReLU(inplace=True)),
-    "third derivatives": lambda: (Force(), (4,)),
+    "third derivatives": lambda: (tiny.Network(force, energy=energy()), (4,)),
     "frozen": lambda: frozen(*flat(2, nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.PReLU(), nn.Conv2d(3, 3, 2))),
     "dropout": lambda: flat(2, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4), nn.Dropout2d(0.4)),
 }
@@ -209,18 +202,15 @@ def test_there_are_fewer_operations_and_no_kernels_as_large_as_images():
     assert arithmetic[0] == arithmetic[1]
 
 
-class ScaledByInputs(nn.Module):
+def scaled_by_inputs() -> nn.Module:
     """A batch norm whose weight the network makes of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.made(x)
-        return self.head(
-            nn.functional.batch_norm(made, None, None, made.mean(0).exp(), made.new_zeros(4), training=True)
-        )
+        weight, bias = made.mean(0).exp(), made.new_zeros(4)
+        return self.head(nn.functional.batch_norm(made, None, None, weight, bias, training=True))
+
+    return tiny.Network(forward, made=nn.Linear(4, 4), head=nn.Linear(4, 3))
 
 
 def has_third_derivative() -> bool:
@@ -235,13 +225,17 @@ def has_third_derivative() -> bool:
     return True
 
 
-@pytest.mark.parametrize("make", [lambda: Force(nn.BatchNorm1d(4)), ScaledByInputs], ids=["force", "scaled"])
+def normed_force() -> nn.Module:
+    return tiny.Network(force, energy=energy(nn.BatchNorm1d(4)))
+
+
+@pytest.mark.parametrize("make", [normed_force, scaled_by_inputs], ids=["force", "scaled"])
 def test_what_has_no_written_form_takes_torchs_own_and_says_so(make, caplog, monkeypatch):
-    if make is not ScaledByInputs and not has_third_derivative():
+    if make is not scaled_by_inputs and not has_third_derivative():
         pytest.skip("torch itself has no third derivative of batch norm")
     monkeypatch.setattr(
         double_backward, "SMALL", 20
-    )  # layers have 24 numbers, and 8 for the two examples that it is tried on
+    )  # layers have 24 numbers, and 8 for the two examples it is tried on
     torch.manual_seed(0)
     posterior = ds.FoRDE([make().double() for _ in range(2)])
     posterior.particles.how = "loop"

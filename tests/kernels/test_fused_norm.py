@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import dissensus.numerics
+import tiny
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import looped_keeping_graphs
 from dissensus.kernels import double_backward, fused_norm
@@ -112,6 +113,10 @@ def precision(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
+def images(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(6, 5, 4, 3, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+
+
 def near(found: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> bool:
     """Whether results are as close to those in double precision as torch's own layers are."""
     return all(
@@ -159,19 +164,12 @@ def measured(z: Tensor, x: Tensor) -> Tensor:
 
 
 THEN = {
-    "relu": lambda z, x: F.relu(z),
-    "nothing": lambda z, x: z,
-    "sum and relu": lambda z, x: torch.relu(z + x),
-    "sum the other way": lambda z, x: (x + z).relu(),
-    "sum": lambda z, x: z + x,
-    "sum with a number": lambda z, x: F.relu(z + 1.0),
-    "sum with a broadcast": lambda z, x: F.relu(z + x[:1]),
-    "two sums": lambda z, x: F.relu(z + x + x),
-    "relu of a kept one": relu_of_a_kept_one,
-    "changed in place": changed_in_place,
-    "added in place": added_in_place,
-    "read and cut": measured,
-}
+    "relu": lambda z, x: F.relu(z), "nothing": lambda z, x: z, "sum and relu": lambda z, x: torch.relu(z + x),
+    "sum the other way": lambda z, x: (x + z).relu(), "sum": lambda z, x: z + x,
+    "sum with a number": lambda z, x: F.relu(z + 1.0), "sum with a broadcast": lambda z, x: F.relu(z + x[:1]),
+    "two sums": lambda z, x: F.relu(z + x + x), "relu of a kept one": relu_of_a_kept_one,
+    "changed in place": changed_in_place, "added in place": added_in_place, "read and cut": measured,
+}  # fmt: skip
 
 
 def network(then, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -196,11 +194,22 @@ def results(made: nn.Module, x: Tensor, v: Tensor) -> list[Tensor]:
 def test_values_and_two_derivatives_are_those_of_torch(then: str, device: torch.device) -> None:
     torch.manual_seed(0)
     plain = network(THEN[then], precision(device), device)
-    x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
+    x = images(device, precision(device))
     v, fast, slow = torch.randn_like(x), copy.deepcopy(plain), copy.deepcopy(plain).double().cpu()
     with fused_norm.fuse_layers():
         found = results(fast, x, v)
     assert near(found, results(plain, x, v), results(slow, x.double().cpu(), v.double().cpu()))
+
+
+def same_gradients(posterior: ds.Posterior, device: torch.device) -> None:
+    batch = Batch(images(device, precision(device)), torch.randint(3, (6,), device=device))
+    expected = looped_keeping_graphs(posterior, batch)
+    with fused_norm.fuse_layers():
+        found = looped_keeping_graphs(posterior, batch)
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+    for part in ("gradients", "buffers"):
+        for name, wanted in getattr(expected, part).items():
+            torch.testing.assert_close(getattr(found, part)[name], wanted, **tolerance)
 
 
 @pytest.mark.parametrize(("then", "again"), [("sum and relu", 0), ("relu", 4), ("nothing", 4)])
@@ -215,55 +224,36 @@ def test_gradients_of_forde_are_those_of_torchs_layers(
     for parameter in posterior.parameters():
         if parameter.ndim == 5:
             parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
-    x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
-    batch = Batch(x, torch.randint(3, (6,), device=device))
-    expected = looped_keeping_graphs(posterior, batch)
-    with fused_norm.fuse_layers():
-        found = looped_keeping_graphs(posterior, batch)
+    same_gradients(posterior, device)
     assert len(calls) == again
-    tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
-    for part in ("gradients", "buffers"):
-        for name, wanted in getattr(expected, part).items():
-            torch.testing.assert_close(getattr(found, part)[name], wanted, **tolerance)
 
 
-class Kerneled(nn.Module):
+def kerneled() -> nn.Module:
     """The kernel of a convolution behind batch norm depends on the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.kernel, self.last = nn.BatchNorm2d(5), nn.Parameter(torch.randn(4, 5, 1, 1)), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm(x * 1))
         return self.last(F.conv2d(h, self.kernel * h.mean()).mean((2, 3)))
 
+    kernel = nn.Parameter(torch.randn(4, 5, 1, 1))
+    return tiny.Network(forward, norm=nn.BatchNorm2d(5), kernel=kernel, last=nn.Linear(4, 3))
 
-class Clipped(nn.Module):
+
+def clipped() -> nn.Module:
     """An activation is changed past the version that torch counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.conv, self.last = nn.BatchNorm2d(5), nn.Conv2d(5, 4, 1), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm(x * 1))
         h.data.clamp_(max=0.5)
         return self.last(self.conv(h).mean((2, 3)))
 
+    return tiny.Network(forward, norm=nn.BatchNorm2d(5), conv=nn.Conv2d(5, 4, 1), last=nn.Linear(4, 3))
 
-@pytest.mark.parametrize("make", [Kerneled, Clipped])
+
+@pytest.mark.parametrize("make", [kerneled, clipped])
 def test_activations_that_cannot_be_computed_again_are_kept(make, device: torch.device) -> None:
     torch.manual_seed(0)
-    posterior = ds.FoRDE([make().to(device, precision(device)) for _ in range(2)]).to(device).train()
-    x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
-    batch = Batch(x, torch.randint(3, (6,), device=device))
-    expected = looped_keeping_graphs(posterior, batch)
-    with fused_norm.fuse_layers():
-        found = looped_keeping_graphs(posterior, batch)
-    tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
-    for name, wanted in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[name], wanted, **tolerance)
+    same_gradients(ds.FoRDE([make().to(device, precision(device)) for _ in range(2)]).to(device).train(), device)
 
 
 class Doubled(torch.autograd.Function):
@@ -296,7 +286,7 @@ def SCRIPTED(z: Tensor) -> Tensor:
 @pytest.mark.parametrize("then", PAST_PYTHON)
 def test_what_would_lose_gradients_raises(then: str, device: torch.device) -> None:
     made = network(PAST_PYTHON[then], precision(device), device).train()
-    x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
+    x = images(device, precision(device))
     with fused_norm.fuse_layers(), pytest.raises(RuntimeError, match=r"a layer's result|TorchScript"):
         made(x)
 
@@ -313,7 +303,7 @@ UNSEEN = {
 def test_a_result_read_after_its_input_was_changed_unseen_is_that_from_before(by: str, changed: str, device) -> None:
     if by == "numpy" and device.type == "cuda":
         pytest.skip("an array shares no memory of a GPU")
-    x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)
+    x = images(device)
     other, norm = torch.randn_like(x), nn.BatchNorm2d(5).to(device)
     expected = F.relu(norm(x) + other)
     with fused_norm.fuse_layers():
@@ -325,7 +315,7 @@ def test_a_result_read_after_its_input_was_changed_unseen_is_that_from_before(by
 
 @pytest.mark.parametrize("changed", ["input", "added"])
 def test_a_result_read_after_its_input_was_changed_in_place_raises(changed: str, device: torch.device) -> None:
-    x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)
+    x = images(device)
     other, norm = torch.randn_like(x), nn.BatchNorm2d(5).to(device)
     with fused_norm.fuse_layers():
         waits = norm(x) + other
@@ -339,9 +329,7 @@ def test_other_layouts_and_small_batches_stay_torchs(device: torch.device) -> No
     one = torch.ones(1, device=device)
     with fused_norm.fuse_layers():
         assert type(norm(x)) is not Tensor
-        assert (
-            type(F.batch_norm(x, None, None, one.expand(3), one.expand(3), True)) is Tensor
-        )  # one number for all channels
+        assert type(F.batch_norm(x, None, None, one.expand(3), one.expand(3), True)) is Tensor  # one number for all
         assert type(norm(torch.randn(4, 3, 5, 5, device=device))) is Tensor  # channels apart in memory
         assert type(norm.eval()(torch.randn(4, 3, 5, 5, device=device))) is Tensor
         refuses(lambda: nn.BatchNorm1d(3).to(device)(torch.randn(1, 3, device=device)), "more than 1 value")

@@ -108,9 +108,8 @@ def test_where_triton_cannot_compile_the_plain_form_is_used_and_the_reason_logge
     with caplog.at_level("INFO", logger="dissensus"):
         assert not Chunks().find([torch.zeros(3)], on="cpu")
     multi_tensor.can_run_kernels.cache_clear()
-    assert [record.message for record in caplog.records] == [
-        "kernels in Triton are not used: Failed to find C compiler"
-    ]
+    told = ["kernels in Triton are not used: Failed to find C compiler"]
+    assert [record.message for record in caplog.records] == told
     gradients = [torch.ones(3)]
     multi_tensor.clear_if_flagged(torch.ones(()), gradients, Chunks())
     assert gradients[0].tolist() == [0, 0, 0]

@@ -41,18 +41,25 @@ def stack(*networks, how="vectorised"):
     return particles
 
 
+def refresh(particles, loader=None):
+    refresh_statistics(particles, batches() if loader is None else loader, torch.device("cpu"))
+
+
+def check(particles, layer, mean, variance, member=0):
+    for name, expected in (("running_mean", mean), ("running_var", variance)):
+        found = particles.own_buffers()[f"network.{layer}.{name}"][member]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
 def test_statistics_are_the_mean_of_batch_statistics_by_size(how):
     nets = [tiny.mlp(dropout=0.5).double() for _ in range(3)]
     particles, loader = stack(*nets, how=how), batches()
     before = tiny.state(particles)
-    refresh_statistics(particles, loader, torch.device("cpu"))
-    after = particles.own_buffers()
+    refresh(particles, loader)
     assert particles.how == how
     for i, network in enumerate(nets):
-        mean, variance = exact(network, network[1], loader, 0)
-        torch.testing.assert_close(after["network.1.running_mean"][i], mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(after["network.1.running_var"][i], variance, rtol=0, atol=1e-12)
+        check(particles, 1, *exact(network, network[1], loader, 0), member=i)
     weights = {name for name in before if "running" not in name and "tracked" not in name}
     state = tiny.state(particles)
     assert all(torch.equal(before[name], state[name]) for name in weights)
@@ -62,14 +69,25 @@ def test_statistics_of_a_second_layer_are_those_under_the_first_ones_batch_stati
     """As in training: every layer normalises by the batch while statistics are gathered."""
     network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
     particles, loader = stack(network), batches()
-    refresh_statistics(particles, loader, torch.device("cpu"))
+    refresh(particles, loader)
     means = 0.0
     for x, _ in loader:
         normalised = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
         means = means + len(x) * network[1](normalised).mean(0)
-    torch.testing.assert_close(
-        particles.own_buffers()["network.2.running_mean"][0], (means / sum(SIZES)).detach(), rtol=0, atol=1e-12
-    )
+    found = particles.own_buffers()["network.2.running_mean"][0]
+    torch.testing.assert_close(found, (means / sum(SIZES)).detach(), rtol=0, atol=1e-12)
+
+
+def home_made():
+    """A norm layer that is none of torch's and puts new tensors into its buffers' place."""
+
+    def forward(self, x):
+        if self.training:
+            self.running_mean = (1 - self.momentum) * self.running_mean + self.momentum * x.mean(0)
+            self.running_var = (1 - self.momentum) * self.running_var + self.momentum * x.var(0)
+        return (x - self.running_mean) / self.running_var.sqrt()
+
+    return tiny.Network(forward, momentum=0.3, running_mean=torch.zeros(4), running_var=torch.ones(4))
 
 
 class Doubled(nn.BatchNorm2d):
@@ -87,74 +105,40 @@ class Doubled(nn.BatchNorm2d):
         (nn.BatchNorm2d(2), (2, 3, 3), (0, 2, 3)),
         (nn.BatchNorm3d(2), (2, 3, 3, 2), (0, 2, 3, 4)),
         (nn.BatchNorm1d(2, momentum=None), (2, 5), (0, 2)),
+        (home_made(), (4,), 0),
     ],
 )
 def test_every_batch_norm_is_refreshed(layer, shape, dims):
     network = nn.Sequential(layer).double()
     particles, loader = stack(network), batches(shape)
-    refresh_statistics(particles, loader, torch.device("cpu"))
-    mean, variance = exact(network, layer, loader, dims)
-    torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
+    refresh(particles, loader)
+    check(particles, 0, *exact(network, layer, loader, dims))
+    assert particles.template.network[0].momentum == layer.momentum
 
 
 @pytest.mark.parametrize(("layer", "shape"), [(nn.InstanceNorm1d, (2, 7)), (nn.InstanceNorm3d, (2, 3, 2, 2))])
 def test_instance_norm_with_running_statistics_is_refreshed(layer, shape):
-    network = nn.Sequential(layer(2, track_running_stats=True)).double()
-    particles, loader = stack(network), batches(shape)
-    refresh_statistics(particles, loader, torch.device("cpu"))
+    particles, loader = stack(nn.Sequential(layer(2, track_running_stats=True)).double()), batches(shape)
+    refresh(particles, loader)
     x = torch.cat([x for x, _ in loader]).flatten(2)
-    mean, variance = x.mean(2).mean(0), x.var(2, correction=1).mean(0)  # of instances, then their mean
-    torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
-
-
-class HomeMade(nn.Module):
-    """A norm layer that is none of torch's and puts new tensors into its buffers' place."""
-
-    def __init__(self):
-        super().__init__()
-        self.momentum = 0.3
-        self.register_buffer("running_mean", torch.zeros(4))
-        self.register_buffer("running_var", torch.ones(4))
-
-    def forward(self, x):
-        if self.training:
-            self.running_mean = (1 - self.momentum) * self.running_mean + self.momentum * x.mean(0)
-            self.running_var = (1 - self.momentum) * self.running_var + self.momentum * x.var(0)
-        return (x - self.running_mean) / self.running_var.sqrt()
-
-
-def test_a_home_made_norm_layer_is_refreshed():
-    network = nn.Sequential(HomeMade()).double()
-    particles, loader = stack(network), batches()
-    refresh_statistics(particles, loader, torch.device("cpu"))
-    mean, variance = exact(network, network[0], loader, 0)
-    torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
-    assert particles.template.network[0].momentum == 0.3
+    check(particles, 0, x.mean(2).mean(0), x.var(2, correction=1).mean(0))  # of instances, then their mean
 
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
 def test_a_layer_that_runs_twice_averages_over_both_runs(how):
     """As torch's own `update_bn` does, for batches of one size."""
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+    def twice():
+        layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
+        forward = lambda self, x: self.norm(self.second(torch.relu(self.norm(self.first(x)))))  # noqa: E731
+        return tiny.Network(forward, **layers).double()
 
-        def forward(self, x):
-            return self.norm(self.second(torch.relu(self.norm(self.first(x)))))
-
-    networks, loader = [Twice().double() for _ in range(2)], batches(sizes=(6, 6, 6))
+    networks, loader = [twice() for _ in range(2)], batches(sizes=(6, 6, 6))
     particles = stack(*networks, how=how)
-    refresh_statistics(particles, loader, torch.device("cpu"))
-    after = particles.own_buffers()
+    refresh(particles, loader)
     for i, network in enumerate(networks):
         torch.optim.swa_utils.update_bn([x for x, _ in loader], network)
-        torch.testing.assert_close(after["network.norm.running_mean"][i], network.norm.running_mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(after["network.norm.running_var"][i], network.norm.running_var, rtol=0, atol=1e-12)
+        check(particles, "norm", network.norm.running_mean, network.norm.running_var, i)
     assert not any(part._forward_pre_hooks for part in particles.template.modules())
 
 
@@ -166,7 +150,7 @@ def test_momentum_modes_and_gradients_are_left_as_found():
     graphs = []  # whether torch would record one, for every layer that runs
     particles.template.network[0].register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
     modes = [part.training for part in particles.template.modules()]
-    refresh_statistics(particles, batches(), torch.device("cpu"))
+    refresh(particles)
     layers = particles.template.network
     assert (layers[1].momentum, layers[3].momentum) == (0.2, None)
     assert [part.training for part in particles.template.modules()] == modes
@@ -174,7 +158,7 @@ def test_momentum_modes_and_gradients_are_left_as_found():
     assert not any(graphs)
     assert torch.is_grad_enabled()
     with pytest.raises(RuntimeError, match=r"shape|size"):
-        refresh_statistics(particles, [(torch.zeros(3, 9, dtype=torch.float64), torch.zeros(3))], torch.device("cpu"))
+        refresh(particles, [(torch.zeros(3, 9, dtype=torch.float64), torch.zeros(3))])
     assert (layers[1].momentum, layers[3].momentum) == (0.2, None)
     assert [part.training for part in particles.template.modules()] == modes
 
@@ -183,7 +167,7 @@ def test_a_layer_that_the_caller_froze_keeps_its_statistics():
     network = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3)).double().train()
     network[0].eval()
     particles = stack(network)
-    refresh_statistics(particles, batches(), torch.device("cpu"))
+    refresh(particles)
     after = particles.own_buffers()
     assert float(after["network.0.running_mean"].abs().max()) == 0
     assert float(after["network.2.running_mean"].abs().max()) > 0
@@ -193,23 +177,22 @@ def test_dropout_is_off():
     network = nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(4)).double()
     particles, loader = stack(network), batches()
     stream = torch.get_rng_state()
-    refresh_statistics(particles, loader, torch.device("cpu"))
+    refresh(particles, loader)
     assert torch.equal(torch.get_rng_state(), stream)
-    mean, _ = exact(network, network[1], loader, 0)
-    torch.testing.assert_close(particles.own_buffers()["network.1.running_mean"][0], mean, rtol=0, atol=1e-12)
+    check(particles, 1, *exact(network, network[1], loader, 0))
 
 
 def test_a_loader_without_data_is_refused():
     for loader in ([], [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0).long())]):
         with pytest.raises(ValueError, match="expected at least one batch to estimate batch statistics from, got none"):
-            refresh_statistics(stack(tiny.mlp().double()), loader, torch.device("cpu"))
+            refresh(stack(tiny.mlp().double()), loader)
 
 
 def test_batches_without_examples_do_not_count():
     with_empty, without = stack(network := tiny.mlp().double()), stack(network)
     empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0).long())]
-    refresh_statistics(with_empty, empty + batches() + empty, torch.device("cpu"))
-    refresh_statistics(without, batches(), torch.device("cpu"))
+    refresh(with_empty, empty + batches() + empty)
+    refresh(without, batches())
     assert tiny.largest_difference(tiny.state(with_empty), tiny.state(without)) == 0
 
 
@@ -220,13 +203,12 @@ def test_a_network_without_statistics_does_not_read_the_loader():
 
     network = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.BatchNorm1d(3, track_running_stats=False))
     assert statistics_names(network) == []
-    refresh_statistics(stack(network), loader(), torch.device("cpu"))
+    refresh(stack(network), loader())
 
 
 def test_inputs_that_are_not_finite_are_refused():
     x = torch.full((4, 4), torch.nan, dtype=torch.float64)
-    with pytest.raises(ValueError, match="expected finite inputs, got NaN"):
-        refresh_statistics(stack(tiny.mlp().double()), [(x, torch.zeros(4))], torch.device("cpu"))
+    refuses(lambda: refresh(stack(tiny.mlp().double()), [(x, torch.zeros(4))]), "expected finite inputs, got NaN")
 
 
 class OnGPU(torch.Tensor):

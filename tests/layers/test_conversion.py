@@ -9,21 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
+import tiny
+from dissensus.layers import conversion
 from dissensus.layers.call_order import call_order, trace_calls
-from dissensus.layers.conversion import (
-    ConvertedLayer,
-    convert_layer,
-    convertible_copy,
-    fold_layers,
-    restore_plain_layers,
-)
 from dissensus.layers.factored import modulate_layer
 from dissensus.nets.blocks import NTKLinear
 from refusals import refuses
 from thinning import thinned
 
 
-class Tripled(ConvertedLayer):
+class Tripled(conversion.ConvertedLayer):
     """3 times what the plain layer says."""
 
     added = ("factor",)
@@ -39,9 +34,9 @@ class Tripled(ConvertedLayer):
 
 def tripled(network, layers=None):
     """(a copy of the network with all layers tripled, the account)."""
-    copied, found, account = convertible_copy(network, layers=layers)
+    copied, found, account = conversion.convertible_copy(network, layers=layers)
     for name, layer in found.items():
-        convert_layer(layer, Tripled).register_buffer("factor", torch.tensor(3.0))
+        conversion.convert_layer(layer, Tripled).register_buffer("factor", torch.tensor(3.0))
         account.converted[name] = "tripled"
     return copied, account
 
@@ -81,8 +76,8 @@ def test_every_kind_of_layer_is_cut_folded_and_plain_again(kind):
     assert isinstance(cut_network[0], type(layer))
     assert type(network[0]) is type(layer)
     torch.testing.assert_close(cut_network(x), 3 * network(x))
-    torch.testing.assert_close(fold_layers(copy.deepcopy(cut_network))(x), 3 * network(x))
-    again = restore_plain_layers(cut_network)
+    torch.testing.assert_close(conversion.fold_layers(copy.deepcopy(cut_network))(x), 3 * network(x))
+    again = conversion.restore_plain_layers(cut_network)
     assert type(again[0]) is type(layer)
     assert list(again.state_dict()) == list(network.state_dict())
     assert torch.equal(again(x), network(x))
@@ -113,26 +108,17 @@ def test_a_layer_with_several_names_stays_one():
     assert type(network["a"]) is nn.Linear
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.body = nn.Linear(3, 3)
-        self.head = nn.Linear(3, 5)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.body(self.embedding(tokens))))
-
-
 def test_tied_weights_stay_tied_and_folding_leaves_the_embedding_alone():
-    network, tokens = Tied(), torch.tensor([[0, 4], [1, 2]])
+    layers = {"embedding": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5)}
+    layers["head"].weight = layers["embedding"].weight
+    network = tiny.Network(lambda self, x: self.head(torch.tanh(self.body(self.embedding(x)))), **layers)
+    tokens = torch.tensor([[0, 4], [1, 2]])
     cut_network, account = tripled(network)
     assert cut_network.head.weight is cut_network.embedding.weight
     assert cut_network.head.weight is not network.head.weight
     assert "lookup" in account.left["embedding"]
     outputs = cut_network(tokens)
-    ordinary = fold_layers(cut_network)
+    ordinary = conversion.fold_layers(cut_network)
     assert torch.equal(ordinary.embedding.weight, network.embedding.weight)
     torch.testing.assert_close(ordinary(tokens), outputs)
 
@@ -184,8 +170,8 @@ def test_a_transformer_layer_calls_its_cut_layers_in_eval_mode_too():
         fast, slow = cut_layer(x), cut_layer(x.clone().requires_grad_())
         torch.testing.assert_close(fast, slow)
         assert not torch.allclose(fast, layer(x), atol=1e-2)
-        torch.testing.assert_close(fold_layers(cut_layer)(x), fast)
-    assert restore_plain_layers(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
+        torch.testing.assert_close(conversion.fold_layers(cut_layer)(x), fast)
+    assert conversion.restore_plain_layers(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
 
 
 def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_too():
@@ -196,7 +182,7 @@ def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_to
     slow = cut_encoder(x, src_key_padding_mask=padding)
     with torch.no_grad():
         torch.testing.assert_close(cut_encoder(x, src_key_padding_mask=padding), slow)
-        again = fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
+        again = conversion.fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
     torch.testing.assert_close(again[~padding], slow.detach()[~padding])
     assert vars(cut_encoder).keys() == vars(encoder).keys()
     assert cut_encoder.use_nested_tensor
@@ -239,18 +225,19 @@ def test_modes_stay_as_they_were():
     assert [part.training for part in cut_network] == [False, True]
 
 
-class Unfollowed(nn.Module):
+def ask_for_a_size(self, x):
+    if x.shape[0] > 1000:
+        raise ValueError("too many")
+    return self.head(self.norm(self.past(self, torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+
+
+def unfollowed(past):
     """A network whose forward asks for a size; `past`: what it does beside calling its layers."""
+    return tiny.Network(ask_for_a_size, **three_layers(), norm=nn.BatchNorm1d(4), past=past)
 
-    def __init__(self, past):
-        super().__init__()
-        self.first, self.middle, self.head, self.past = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3), past
-        self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, x):
-        if x.shape[0] > 1000:
-            raise ValueError("too many")
-        return self.head(self.norm(self.past(self, torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+def three_layers():
+    return {"first": nn.Linear(4, 4), "middle": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
 
 
 def transposed(network, hidden):
@@ -281,13 +268,12 @@ POSTERIORS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "past", "trains"),
-    thinned(list(POSTERIORS), [transposed, shifted, above, listed], [False, True], every=2),
+    ("kind", "past", "trains"), thinned(list(POSTERIORS), [transposed, shifted, above, listed], [False, True], every=2)
 )
 def test_members_compute_what_the_drawn_functions_do(kind, past, trains):
     torch.manual_seed(0)
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
-    posterior = POSTERIORS[kind](Unfollowed(past)).double().eval()
+    posterior = POSTERIORS[kind](unfollowed(past)).double().eval()
     posterior.backward(x, y) if trains else posterior.predict(x)
     functions = posterior.draw()
     for i, outputs in enumerate(functions(x)):
@@ -300,11 +286,11 @@ def test_members_compute_what_the_drawn_functions_do(kind, past, trains):
 def test_members_are_right_before_the_first_batch(kind, past, loaded, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(5, 4, dtype=torch.float64)
-    posterior = POSTERIORS[kind](Unfollowed(past)).double().eval()
+    posterior = POSTERIORS[kind](unfollowed(past)).double().eval()
     if loaded:
         ds.refresh(posterior, [(x, torch.arange(5) % 3)])
         ds.save(posterior, tmp_path / "saved")
-        posterior = ds.load(tmp_path / "saved", network=Unfollowed(past)).eval()
+        posterior = ds.load(tmp_path / "saved", network=unfollowed(past)).eval()
     functions = posterior.draw()
     members = [functions.member(i) for i in range(functions.members)]
     for outputs, member in zip(functions(x), members, strict=True):
@@ -313,7 +299,7 @@ def test_members_are_right_before_the_first_batch(kind, past, loaded, tmp_path):
 
 def test_networks_are_collapsed_right_before_the_first_batch():
     torch.manual_seed(0)
-    x, network = torch.randn(5, 4, dtype=torch.float64), Unfollowed(transposed).double()
+    x, network = torch.randn(5, 4, dtype=torch.float64), unfollowed(transposed).double()
     posterior = ds.NodeBNN(network, data_size=9, components=1, init_spread=0.5, samples=1).double().eval()
     collapsed = posterior.collapse(0)
     s = dict(zip(("first", "middle", "head"), posterior.mean[0].detach().split([4, 4, 3]), strict=True))
@@ -324,32 +310,24 @@ def test_networks_are_collapsed_right_before_the_first_batch():
 
 def test_a_member_with_weights_apart_is_a_module_like_any_other():
     torch.manual_seed(0)
-    x, network = torch.randn(5, 4), Unfollowed(transposed)
+    x, network = torch.randn(5, 4), unfollowed(transposed)
     network.middle.register_forward_hook(lambda _, args, outputs: 2 * outputs)
     member = POSTERIORS["node"](network).eval().member(0)
     outputs = member(x)
-    for copied in (copy.deepcopy(member), pickle.loads(pickle.dumps(POSTERIORS["node"](Unfollowed(alike)).member(0)))):
+    for copied in (copy.deepcopy(member), pickle.loads(pickle.dumps(POSTERIORS["node"](unfollowed(alike)).member(0)))):
         assert isinstance(copied.middle, nn.Linear)
         assert copied.double()(x.double()).dtype == torch.float64
     assert torch.equal(copy.deepcopy(member)(x), outputs)
-    with pytest.raises(RuntimeError, match=r"middle.own.weight"):  # no plain network holds both weights
-        Unfollowed(transposed).load_state_dict(member.state_dict())
+    refuses(lambda: unfollowed(transposed).load_state_dict(member.state_dict()), r"middle.own.weight", RuntimeError)
     member(x).sum().backward()
     assert float(member.middle.own.weight.grad.abs().sum()) > 0
 
 
 def test_torchs_fast_path_does_not_read_past_weights_that_are_apart():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Linear(4, 3)
-
-        def forward(self, x):
-            assert x.shape[1] == 2
-            return self.head(self.layer(x).mean(1))
-
     torch.manual_seed(0)
-    posterior, x = POSTERIORS["batch"](Encoder()).eval(), torch.randn(5, 2, 4)
+    layers = {"layer": nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), "head": nn.Linear(4, 3)}
+    network = tiny.Network(lambda self, x: self.head(self.layer(x).mean(1)) if x.shape[1] == 2 else None, **layers)
+    posterior, x = POSTERIORS["batch"](network).eval(), torch.randn(5, 2, 4)
     member, outputs = posterior.member(1).eval(), posterior(x)[1]
     with torch.no_grad():
         torch.testing.assert_close(member(x), outputs)
@@ -364,34 +342,18 @@ def weighted(network):
     return [name for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
 
 
-class Backwards(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c, self.b, self.a, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
-
+def test_layers_stand_in_the_order_of_calls():
     def forward(self, x, scale=1.0):
         x = self.a(x.flatten(1)) * scale
         return self.c(self.norm(torch.relu(self.b(x)) + x)).softmax(-1)
 
-
-class Asking(Backwards):
-    """A forward that needs to know sizes."""
-
-    def forward(self, x):
-        return self.c(x) if len(x) > 1 else self.a(self.b(x))
-
-
-def test_layers_stand_in_the_order_of_calls():
-    network = Backwards()
+    network = tiny.Network(forward, **{name: nn.Linear(2, 2) for name in "cba"}, norm=nn.BatchNorm1d(2))
     assert in_order(network, weighted(network)) == ["a", "b", "c"]
     assert all("forward" not in vars(part) for part in network.modules())
     network(torch.randn(3, 2))
     assert in_order(nn.Linear(2, 2), [""]) == [""]
-
-
-def test_a_forward_that_asks_for_sizes_leaves_the_order_of_registration():
-    network = Asking()
-    assert in_order(network, weighted(network)) == ["c", "b", "a"]
+    network.function = lambda self, x: self.c(x) if len(x) > 1 else self.a(self.b(x))  # needs to know sizes
+    assert in_order(network, weighted(network)) == ["c", "b", "a"]  # in the order of registration
     assert all("forward" not in vars(part) for part in network.modules())
 
 
@@ -405,17 +367,12 @@ def test_networks_of_the_library_are_run_on_symbols(make):
 
 
 def test_neither_hooks_nor_the_network_keep_a_symbol():
-    class Keeping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.last, self.count = nn.Linear(2, 2), nn.Linear(2, 2), None, 0
+    def forward(self, x):
+        self.count += 1
+        self.last = self.a(x)
+        return self.b(self.last)
 
-        def forward(self, x):
-            self.count += 1
-            self.last = self.a(x)
-            return self.b(self.last)
-
-    network, seen = Keeping(), []
+    network, seen = tiny.Network(forward, a=nn.Linear(2, 2), b=nn.Linear(2, 2), last=None, count=0), []
     network.a.register_forward_hook(lambda *_: seen.append(1))
     network.register_forward_pre_hook(lambda *_: seen.append(1))
     assert in_order(network, ["b", "a"]) == ["a", "b"]
@@ -449,20 +406,15 @@ NO_READS = {
 }
 
 
-class Reading(nn.Module):
+def reading(past):
     """A network that does something beside calling its layers."""
-
-    def __init__(self, past):
-        super().__init__()
-        self.first, self.middle, self.head, self.past = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3), past
-
-    def forward(self, x):
-        return self.head(self.past(self, torch.tanh(self.middle(torch.tanh(self.first(x))))))
+    forward = lambda self, x: self.head(past(self, torch.tanh(self.middle(torch.tanh(self.first(x))))))  # noqa: E731
+    return tiny.Network(forward, **three_layers())
 
 
 @pytest.mark.parametrize("past", [*READS, *NO_READS])
 def test_a_weight_is_read_where_something_is_computed_with_it_past_its_layer(past):
-    followed = trace_calls(Reading({**READS, **NO_READS}[past]), ["first", "middle", "head"])
+    followed = trace_calls(reading({**READS, **NO_READS}[past]), ["first", "middle", "head"])
     assert followed.calls == ["first", "middle", "head"]
     assert followed.read_directly == ({"middle"} if past in READS else set())
 
@@ -470,7 +422,7 @@ def test_a_weight_is_read_where_something_is_computed_with_it_past_its_layer(pas
 @pytest.mark.parametrize("past", ["detached", "without gradients", "a number", "data"])
 def test_members_compute_what_the_ensemble_does_where_a_weight_is_read_without_a_gradient(past):
     torch.manual_seed(0)
-    network = Reading(READS[past]).double()
+    network = reading(READS[past]).double()
     posterior = ds.BatchEnsemble(network, members=3, modulation=ds.Modulation.normal(1, 0.5)).eval()
     x = torch.randn(5, 4, dtype=torch.float64)
     for m, outputs in enumerate(posterior(x)):
@@ -487,15 +439,10 @@ def test_factors_of_a_transposed_linear_layer_are_those_of_the_linear_layer():
         network[0].r.copy_(torch.arange(1.0, 5.0))
         network[0].s.copy_(torch.arange(6.0, 0.0, -1.0))
         found[name] = network(x)
-        torch.testing.assert_close(fold_layers(network)(x), found[name])
+        torch.testing.assert_close(conversion.fold_layers(network)(x), found[name])
     torch.testing.assert_close(found["mine"], found["linear"])
 
 
-class Wrapper(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(4, 6, 1)
-
-
 def test_a_layer_that_has_only_the_name_is_not_taken_for_one():
-    assert list(convertible_copy(nn.Sequential(type("Conv1D", (Wrapper,), {})()))[1]) == ["0.conv"]
+    wrapper = type("Conv1D", (tiny.Network,), {})(None, conv=nn.Conv1d(4, 6, 1))
+    assert list(conversion.convertible_copy(nn.Sequential(wrapper))[1]) == ["0.conv"]

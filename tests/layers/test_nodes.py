@@ -64,9 +64,8 @@ def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mo
 
 def test_each_example_has_latents_of_its_own():
     torch.manual_seed(0)
-    made = add_node_latents(
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)).double(), "both"
-    )
+    layers = nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)
+    made = add_node_latents(nn.Sequential(*layers).double(), "both")
     x, z = torch.randn(5, 2, 4, 4, dtype=torch.float64), draws(made, rows=5)
     with use_latents(made.network, split_by_layer(made.sites, z)):
         together = made.network(x)
@@ -79,10 +78,8 @@ def test_iBNNs_bias_latent_is_one_number_for_each_layer_with_a_bias():
     network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3, bias=False))
     made = add_node_latents(network, "in", bias=True)
     assert [(site.layer, site.part, site.width) for site in made.sites] == [
-        ("0", "before", 4),
-        ("0", "bias", 1),
-        ("1", "before", 6),
-    ]
+        ("0", "before", 4), ("0", "bias", 1), ("1", "before", 6),
+    ]  # fmt: skip
     assert (made.latents, made.widths) == (11, (5, 6))
     x, z = torch.randn(2, 4), torch.rand(made.latents) + 0.5
     layer = made.network[0]
@@ -111,17 +108,9 @@ def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
 
 
 def test_folding_a_tied_layer_leaves_the_other_alone():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(7, 4)
-            self.head = nn.Linear(4, 7, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(self.embed(x))
-
-    made = add_node_latents(Tied(), "out")
+    layers = {"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)}
+    layers["head"].weight = layers["embed"].weight
+    made = add_node_latents(tiny.Network(lambda self, x: self.head(self.embed(x)), **layers), "out")
     x, z = torch.arange(7), 0.5 + torch.rand(7)
     with use_latents(made.network, split_by_layer(made.sites, z)):
         expected = made.network(x)
@@ -183,29 +172,19 @@ def test_a_large_network_is_counted_without_its_values():
     assert all(parameter.is_meta for parameter in network.parameters())
 
 
-class Tied(nn.Module):
+def tied():
     """Two layers with one weight, one of them under two names, beside an embedding and a norm layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight, self.again = self.first.weight, self.first
-        self.grouped = nn.Conv1d(4, 6, 1, groups=2)
-
-    def forward(self, x):
-        return self.grouped(self.second(self.again(self.norm(x)))[..., None])[..., 0]
+    layers = {"words": nn.Embedding(7, 4), "norm": nn.LayerNorm(4), "first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    layers["second"].weight = layers["first"].weight
+    layers |= {"again": layers["first"], "grouped": nn.Conv1d(4, 6, 1, groups=2)}
+    return tiny.Network(lambda net, x: net.grouped(net.second(net.again(net.norm(x)))[..., None])[..., 0], **layers)
 
 
 NETS = {
-    "LeNet": ds.nets.LeNet,
-    "MLP": lambda: ds.nets.MLP(5, 3),
-    "ResNet": lambda: ds.nets.ResNet(20),
-    "ENet": lambda: ds.nets.ENet(3),
-    "AlexNet": lambda: ds.nets.AlexNet(3, hidden=4),
-    "Tied": Tied,
+    "LeNet": ds.nets.LeNet, "MLP": lambda: ds.nets.MLP(5, 3), "ResNet": lambda: ds.nets.ResNet(20),
+    "ENet": lambda: ds.nets.ENet(3), "AlexNet": lambda: ds.nets.AlexNet(3, hidden=4), "Tied": tied,
     "a layer": lambda: nn.Linear(3, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mode"), thinned(list(NETS), ["in", "out", "both"], every=3))
@@ -219,7 +198,7 @@ def test_nodes_are_the_latents_of_node_bnn(name, mode):
 
 
 def test_a_tied_weight_counts_once_and_what_has_no_nodes_is_named():
-    found = ds.capacity(Tied())
+    found = ds.capacity(tied())
     assert found.layers == {"first": (16, 4), "second": (0, 4), "grouped": (12, 4)}
     assert (found.weights, found.nodes, found.parameters) == (28, 12, 28 + 28 + 8 + 4 + 4 + 6)
     assert found.left == {"words": "an embedding: a lookup, no product"}
@@ -230,7 +209,6 @@ def test_a_tied_weight_counts_once_and_what_has_no_nodes_is_named():
 
 
 def test_what_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match="uninitialized parameter"):
-        ds.capacity(nn.Sequential(nn.LazyLinear(3)))  # would count 0 nodes
+    refuses(lambda: ds.capacity(nn.Sequential(nn.LazyLinear(3))), "uninitialized parameter")
     refuses(lambda: ds.capacity(nn.ReLU()), "expected a network with a linear or convolutional layer, got ReLU")
     refuses(lambda: ds.capacity(nn.Linear(2, 2), mode="inside"), "expected mode of in, out, both, got 'inside'")

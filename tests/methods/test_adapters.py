@@ -19,13 +19,9 @@ from thinning import thinned
 
 WIDE = 256
 KINDS = (
-    (ds.DeepEnsemble, {}),
-    (ds.FoRDE, {}),
-    (ds.WeightRDE, {"data_size": 12}),
-    (ds.FunctionRDE, {"data_size": 12}),
-    (ds.SVGD, {"data_size": 12}),
-    (ds.LIT, {"strength": 0.1}),
-)
+    (ds.DeepEnsemble, {}), (ds.FoRDE, {}), (ds.WeightRDE, {"data_size": 12}), (ds.FunctionRDE, {"data_size": 12}),
+    (ds.SVGD, {"data_size": 12}), (ds.LIT, {"strength": 0.1}),
+)  # fmt: skip
 
 
 def copies_of_base(base, members):
@@ -109,11 +105,9 @@ def test_a_base_that_members_would_train_or_change_is_refused():
 
 
 DRAWN = (
-    (ds.SWAG, {"samples": 2, "rank": 2}),
-    (ds.TRADI, {"samples": 2}),
-    (ds.SnapshotEnsemble, {"members": 2}),
+    (ds.SWAG, {"samples": 2, "rank": 2}), (ds.TRADI, {"samples": 2}), (ds.SnapshotEnsemble, {"members": 2}),
     (ds.SGHMC, {"members": 3, "cycles": 1, "data_size": 12}),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("drawn", "several"), thinned(DRAWN, [False, True], every=2))
@@ -164,9 +158,8 @@ def test_a_base_left_out_of_a_file_is_taken_from_the_one_given(make, tmp_path):
 
 
 def test_there_must_be_a_base_to_leave_out(tmp_path):
-    refuses(
-        lambda: ds.save(ds.MAP(tiny.mlp()), tmp_path, base="omit"), "frozen tensors that all members share, got none"
-    )
+    told = "frozen tensors that all members share, got none"
+    refuses(lambda: ds.save(ds.MAP(tiny.mlp()), tmp_path, base="omit"), told)
     refuses(lambda: ds.save(ds.MAP(tiny.mlp()), tmp_path, base="none"), "keep")
 
 
@@ -209,9 +202,8 @@ def test_five_adapters_on_fifty_million_weights_take_a_tenth_more_memory_at_most
     """In a process of its own: tensors by storage, and the growth of resident memory to its peak."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(ds.__file__).parents[1])])
     started = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", FIFTY_MILLION], env=started, capture_output=True, text=True, check=True
-    )
+    call = [sys.executable, "-c", FIFTY_MILLION]
+    done = subprocess.run(call, env=started, capture_output=True, text=True, check=True)
     size, by_storage, by_peak = map(float, done.stdout.split()[-3:])
     assert size > 49.7e6 * 4
     assert by_storage <= 1.02

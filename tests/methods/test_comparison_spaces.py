@@ -1,5 +1,7 @@
 """Spaces: input gradients against autograd written out, hooks that leave no trace, noise that follows from the step."""
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,8 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.methods.parts import repulsion
+from dissensus.methods.repulsive_ensembles import InputBuffers
+from refusals import refuses
 
 
 def network() -> nn.Module:
@@ -171,10 +175,8 @@ def test_noise_follows_from_the_step_and_is_normal():
         assert float(noise.pow(4).mean()) == pytest.approx(3, abs=0.4)
     correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten(), first.roll(1, 0).flatten()]))
     assert float((correlation - torch.eye(3)).abs().max()) < 0.04  # four standard errors
-    assert torch.equal(
-        torch.func.vmap(lambda z: z + repulsion.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[1],
-        first,
-    )
+    drawn = torch.func.vmap(lambda z: z + repulsion.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))
+    assert torch.equal(drawn[1], first)
 
 
 def test_an_example_of_weight_two_lies_as_far_as_the_example_twice():
@@ -182,3 +184,34 @@ def test_an_example_of_weight_two_lies_as_far_as_the_example_twice():
     weight = torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64)
     weighted = (repulsion.outputs_as_points(a, weight) - repulsion.outputs_as_points(b, weight)).square().sum()
     torch.testing.assert_close(weighted, (a - b)[[0, 1, 1, 2]].square().sum(), rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- inputs as buffers
+ROWS, WORDS = torch.randn(3, 4), torch.tensor([1, 0, 2])
+
+
+@pytest.mark.parametrize("x", [ROWS, (ROWS, WORDS), {"rows": ROWS, "words": WORDS}])
+def test_inputs_come_back_in_their_form_also_through_a_state_dict(x):
+    buffers = InputBuffers(x)
+    again = InputBuffers.from_config(json.loads(json.dumps(buffers.config())))
+    again.load_state_dict(buffers.state_dict())
+    for found in (buffers.inputs(), again.inputs()):
+        torch.testing.assert_close(found, x, rtol=0, atol=0)  # form, types and values
+    cast = buffers.double().inputs()
+    first = cast if isinstance(x, torch.Tensor) else next(iter(cast.values() if isinstance(x, dict) else cast))
+    assert first.dtype == torch.float64
+
+
+def test_what_is_held_is_a_copy():
+    rows = ROWS.clone()
+    buffers = InputBuffers(rows)
+    rows.zero_()
+    assert torch.equal(buffers.inputs(), ROWS)
+
+
+def test_bad_input_is_a_clear_error():
+    with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
+        InputBuffers((ROWS, 1.0))
+    refuses(lambda: InputBuffers(()), "got tuple", TypeError)
+    refuses(lambda: InputBuffers(torch.zeros(0, 4)), r"expected inputs \(n, ...\), got shape \(0, 4\)")
+    refuses(lambda: InputBuffers(torch.tensor([[0.0, float("nan")]])), "expected finite inputs, got NaN or infinity")

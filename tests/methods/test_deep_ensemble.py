@@ -187,12 +187,11 @@ def activation(setting):
     return nn.Sequential(nn.Linear(4, 6), nn.LeakyReLU(setting), nn.Linear(6, 3))
 
 
-class Tied(nn.Module):
-    def __init__(self, tied):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-        if tied:
-            self.b.weight = self.a.weight
+def tied(together):
+    layers = {name: nn.Linear(3, 3, bias=False) for name in "ab"}
+    if together:
+        layers["b"].weight = layers["a"].weight
+    return nn.ModuleDict(layers)
 
 
 def frozen():
@@ -207,7 +206,7 @@ def frozen():
         (lambda: [nn.Linear(4, 3), nn.Linear(4, 2)], "''.*out_features=3.*in member 0.*out_features=2.*in member 1"),
         (lambda: [activation(0.1), activation(0.1), activation(0.2)], "layer '1'.*0.1.*in member 0.*0.2.*in member 2"),
         (lambda: [nn.Linear(4, 3), nn.Linear(4, 3).double()], "float32 in member 0.*float64 in member 1"),
-        (lambda: [Tied(True), Tied(False)], "parameter 'b.weight'.*tied to a.weight in member 0"),
+        (lambda: [tied(True), tied(False)], "parameter 'b.weight'.*tied to a.weight in member 0"),
         (lambda: [nn.Linear(4, 3), frozen()], "parameter 'bias'.*frozen in member 1"),
         (lambda: [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))], "layer ''.*Linear.*in member 0, Sequential"),
         (lambda: [nn.Linear(4, 3), nn.Linear(4, 3, bias=False)], "bias=True.*in member 0.*bias=False.*in member 1"),

@@ -144,25 +144,19 @@ def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_wi
     assert slope_of_overlap([128, 256, 512, 1024, 2048], 40) == pytest.approx(-0.5, abs=0.1)
 
 
-class Encoder(nn.Module):
+def encoder(width=16):
     """Tokens (B, L) -> (B, 3) by a small transformer encoder, its output layer tied to nothing."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, tokens):
-        return self.head(self.encoder(self.embedding(tokens)).mean(1))
+    layers = {"embedding": nn.Embedding(11, width)}
+    layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
+    layers |= {"encoder": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "head": nn.Linear(width, 3)}
+    return tiny.Network(lambda self, x: self.head(self.encoder(self.embedding(x)).mean(1)), **layers)
 
 
 IMAGES, TOKENS = torch.randn(2, 3, 32, 32), torch.randint(11, (2, 5))
 NETWORKS = {
     "resnet18": (lambda: ds.nets.ResNet(18), IMAGES),  # nested, where another library's conversion crashes
     "vgg16": (lambda: ds.nets.VGG16(), IMAGES),
-    "encoder": (Encoder, TOKENS),
+    "encoder": (encoder, TOKENS),
 }
 
 
@@ -197,7 +191,7 @@ def test_sixteen_members_have_fewer_than_a_fifth_more_parameters(make):
 @pytest.mark.parametrize(
     ("net", "x"),
     [
-        (Encoder, torch.randint(11, (6, 5))),
+        (encoder, torch.randint(11, (6, 5))),
         (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
          torch.randn(6, 2, 5, 5)),
     ],
@@ -277,7 +271,7 @@ def test_norm_layers_and_the_output_bias_are_own_and_everything_else_is_stored_o
 
 def test_the_account_names_what_is_left_alone(caplog):
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        posterior = ds.BatchEnsemble(Encoder(), members=2, modulation=SIGN)
+        posterior = ds.BatchEnsemble(encoder(), members=2, modulation=SIGN)
     assert set(posterior.account.left) == {
         "embedding", "encoder.layers.0.self_attn", "encoder.layers.0.self_attn.out_proj",
         "encoder.layers.1.self_attn", "encoder.layers.1.self_attn.out_proj",
@@ -285,36 +279,26 @@ def test_the_account_names_what_is_left_alone(caplog):
     assert [str(posterior.account) in record.getMessage() for record in caplog.records] == [True]
 
 
-class Reversed(nn.Module):
-    """Registers its layers from the last to the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.head, self.middle, self.stem = nn.Linear(5, 3), nn.Linear(5, 5), nn.Linear(4, 5)
-        self.norm = nn.BatchNorm1d(5)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.middle(self.norm(self.stem(x)))))
-
-
 def test_the_talks_form_lacks_the_first_r_and_the_last_s_in_the_order_of_calls():
-    posterior = ensemble(Reversed, form="talk")
+    def last_first():  # registers its layers from the last to the first
+        layers = {
+            "head": nn.Linear(5, 3), "middle": nn.Linear(5, 5), "stem": nn.Linear(4, 5), "norm": nn.BatchNorm1d(5),
+        }  # fmt: skip
+        return tiny.Network(lambda self, x: self.head(torch.relu(self.middle(self.norm(self.stem(x))))), **layers)
+
+    posterior = ensemble(last_first, form="talk")
     assert set(posterior.modulations) == {"stem.s", "middle.r", "middle.s", "head.r"}
     assert "network.head.bias" in posterior.particles.own_parameters()
-    assert set(ensemble(Reversed).modulations) == {f"{each}.{f}" for each in ("stem", "middle", "head") for f in "rs"}
+    assert set(ensemble(last_first).modulations) == {f"{each}.{f}" for each in ("stem", "middle", "head") for f in "rs"}
 
 
 def test_a_layer_whose_weight_is_read_past_it_is_said_to_be_unseen():
-    class Reading(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.called(nn.functional.linear(x, self.read.weight))
+    def reading():
+        layers = {"read": nn.Linear(4, 4), "called": nn.Linear(4, 3)}
+        return tiny.Network(lambda self, x: self.called(nn.functional.linear(x, self.read.weight)), **layers)
 
     assert "not called" not in str(ensemble(lambda: nn.Linear(4, 3)).account)
-    account = ensemble(Reading).account
+    account = ensemble(reading).account
     assert "not called" in account.converted["read"]
     assert "not called" not in account.converted["called"]
 
@@ -326,16 +310,13 @@ def test_layers_are_chosen_by_patterns():
 
 
 def test_a_tied_output_layer_stays_tied_to_its_embedding():
-    class Language(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.body, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
-            self.head.weight = self.embedding.weight
+    def language():
+        layers = {"embedding": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 7)}
+        layers["head"].weight = layers["embedding"].weight
+        forward = lambda self, x: self.head(torch.tanh(self.body(self.embedding(x)))).mean(1)  # noqa: E731
+        return tiny.Network(forward, **layers)
 
-        def forward(self, tokens):
-            return self.head(torch.tanh(self.body(self.embedding(tokens)))).mean(1)
-
-    posterior, tokens = ensemble(Language), torch.randint(7, (5, 3))
+    posterior, tokens = ensemble(language), torch.randint(7, (5, 3))
     assert "network.head.weight" not in posterior.particles.shared_parameters()  # stored once, as the embedding's
     ordinary, outputs = posterior.member(1), posterior(tokens)
     torch.testing.assert_close(ordinary(tokens), outputs[1], rtol=0, atol=1e-12)
@@ -494,108 +475,80 @@ def test_bad_input_is_refused(keywords, words):
     refuses(lambda: ds.DropoutEnsemble(**({"network": tiny.mlp()} | keywords)), words, (ValueError, TypeError))
 
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+def chain(forward, **more):
+    return tiny.Network(forward, a=nn.Linear(4, 5), b=nn.Linear(5, 5), c=nn.Linear(5, 3), **more)
 
 
-class Past(Chain):
+def past(self, x):
     """Reads b's tensors, and calls it never."""
-
-    def forward(self, x):
-        return self.c(torch.tanh(F.linear(torch.tanh(self.a(x)), self.b.weight, self.b.bias)))
+    return self.c(torch.tanh(F.linear(torch.tanh(self.a(x)), self.b.weight, self.b.bias)))
 
 
-class Normalised(Chain):
+def normalised(self, x):
     """Calls c never, and computes something of its weight."""
-
-    def forward(self, x):
-        return F.linear(torch.tanh(self.b(torch.tanh(self.a(x)))), F.normalize(self.c.weight))
+    return F.linear(torch.tanh(self.b(torch.tanh(self.a(x)))), F.normalize(self.c.weight))
 
 
-class Both(Chain):
+def both(self, x):
     """Calls b, and reads its weight."""
-
-    def forward(self, x):
-        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
-        return self.c(hidden + hidden @ self.b.weight.T)
+    hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+    return self.c(hidden + hidden @ self.b.weight.T)
 
 
-class Named(Chain):
+def named(self, x):
     """Calls b, and reads its weight by name."""
-
-    def forward(self, x):
-        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
-        return self.c(hidden * dict(self.named_parameters())["b.weight"].norm())
+    hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+    return self.c(hidden * dict(self.named_parameters())["b.weight"].norm())
 
 
-class Dtype(Chain):
+def dtype(self, x):
     """Asks for a weight's dtype alone, and computes something of a parameter that is no layer's."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return self.scale.exp() * self.c(torch.tanh(self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))))))
+    return self.scale.exp() * self.c(torch.tanh(self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))))))
 
 
-class Unused(Chain):
-    """Has a layer behind the last one, which is not called."""
-
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
-class Again(nn.Module):
-    """Ends with the layer that it begins with."""
-
-    def __init__(self):
-        super().__init__()
-        self.ends, self.middle = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.ends(torch.tanh(self.middle(torch.tanh(self.ends(x)))))
-
-
-class Heads(nn.Module):
+def heads(self, x):
     """Two heads side by side, and a third whose outputs are dropped."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.mean, self.variance, self.aside = (nn.Linear(4, n) for n in (4, 1, 2, 2))
-
-    def forward(self, x):
-        hidden = torch.relu(self.body(x))
-        found = torch.cat([self.mean(hidden), F.softplus(self.variance(hidden))], 1)
-        self.aside(hidden)
-        return found
+    hidden = torch.relu(self.body(x))
+    self.aside(hidden)
+    return torch.cat([self.mean(hidden), F.softplus(self.variance(hidden))], 1)
 
 
-class Residual(Chain):
+def residual(self, x):
     """Every layer reaches the outputs, the last one alone goes nowhere else."""
+    hidden = self.a(x)
+    hidden = hidden + self.b(torch.tanh(hidden))
+    return hidden[:, :3] + self.c(torch.tanh(hidden))
 
-    def forward(self, x):
-        hidden = self.a(x)
-        hidden = hidden + self.b(torch.tanh(hidden))
-        return hidden[:, :3] + self.c(torch.tanh(hidden))
+
+READERS = {
+    "Past": lambda: chain(past),
+    "Normalised": lambda: chain(normalised),
+    "Both": lambda: chain(both),
+    "Named": lambda: chain(named),
+    "Dtype": lambda: chain(dtype, scale=nn.Parameter(torch.zeros(()))),
+    # a layer behind the last one, which is not called
+    "Unused": lambda: chain(lambda self, x: self.c(self.b(self.a(x).tanh()).tanh()), spare=nn.Linear(5, 3)),
+    "Again": lambda: tiny.Network(  # ends with the layer that it begins with
+        lambda self, x: self.ends(self.middle(self.ends(x).tanh()).tanh()), ends=nn.Linear(4, 4), middle=nn.Linear(4, 4)
+    ),
+    "Heads": lambda: tiny.Network(
+        heads, **{name: nn.Linear(4, n) for name, n in {"body": 4, "mean": 1, "variance": 2, "aside": 2}.items()}
+    ),
+    "Residual": lambda: chain(residual),
+}
 
 
 def embedded(net, kind=ds.BatchEnsemble, **keywords):
     torch.manual_seed(0)
+    network = READERS.get(net, net)().double()
     if kind is ds.NodeBNN:
-        return ds.NodeBNN(net().double(), data_size=12).eval()
+        return ds.NodeBNN(network, data_size=12).eval()
     keywords |= {"modulation": AROUND} if kind is ds.BatchEnsemble else {"rate": 0.5}
-    return kind(net().double(), members=3, **keywords).eval()
+    return kind(network, members=3, **keywords).eval()
 
 
 @pytest.mark.parametrize("kind", [ds.BatchEnsemble, ds.DropoutEnsemble, ds.NodeBNN])
-@pytest.mark.parametrize("net", [Past, Normalised, Both, Named, Dtype, Unused, Again, Heads, Residual])
+@pytest.mark.parametrize("net", READERS)
 def test_members_are_what_the_ensemble_computes_whatever_the_forward_reads(net, kind):
     drawn, (x, _) = embedded(net, kind).draw(), tiny.points()
     outputs = drawn(x)
@@ -606,10 +559,12 @@ def test_members_are_what_the_ensemble_computes_whatever_the_forward_reads(net, 
 def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
     cut = {
         net: [name for name, part in embedded(net).member(0).named_modules() if isinstance(part, ConvertedLayer)]
-        for net in (Past, Normalised, Both, Named, Dtype, Unused, Again)
+        for net in ("Past", "Normalised", "Both", "Named", "Dtype", "Unused", "Again")
     }
-    assert cut == {Past: ["b"], Normalised: ["c"], Both: ["b"], Named: ["b"], Dtype: [], Unused: [], Again: []}
-    posterior = embedded(Both)
+    assert cut == {
+        "Past": ["b"], "Normalised": ["c"], "Both": ["b"], "Named": ["b"], "Dtype": [], "Unused": [], "Again": [],
+    }  # fmt: skip
+    posterior = embedded("Both")
     assert "its weight is read directly" in posterior.account.converted["b"]
     assert not any(isinstance(part, ConvertedLayer) for part in posterior.plain_network().modules())
 
@@ -617,13 +572,10 @@ def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
 @pytest.mark.parametrize(
     ("net", "last", "others"),
     [
-        (Past, "c", "ab"),
-        (Unused, "c", ["a", "b", "spare"]),
-        (Again, "ends", ["middle"]),
-        (Residual, "c", "ab"),
-        (Heads, ("mean", "variance"), ["body", "aside"]),
+        ("Past", "c", "ab"), ("Unused", "c", ["a", "b", "spare"]), ("Again", "ends", ["middle"]),
+        ("Residual", "c", "ab"), ("Heads", ("mean", "variance"), ["body", "aside"]),
     ],
-)
+)  # fmt: skip
 def test_biases_that_are_own_and_the_s_that_the_talk_lacks_are_those_of_output_layers(net, last, others):
     posterior = embedded(net, form="talk")
     own = posterior.particles.own_parameters()
@@ -643,8 +595,8 @@ def test_branches_that_take_in_the_inputs_are_all_first_layers():
 
 
 def test_first_and_last_are_the_networks_where_only_some_layers_are_cut():
-    assert set(embedded(Dtype, form="talk", layers=["b"]).modulations) == {"b.r", "b.s"}
-    assert set(embedded(Dtype, form="talk", layers=["a", "b"]).modulations) == {"a.s", "b.r", "b.s"}
+    assert set(embedded("Dtype", form="talk", layers=["b"]).modulations) == {"b.r", "b.s"}
+    assert set(embedded("Dtype", form="talk", layers=["a", "b"]).modulations) == {"a.s", "b.r", "b.s"}
 
 
 def test_a_layer_that_is_not_called_is_no_link_of_the_wide_limits_chain():
@@ -655,21 +607,15 @@ def test_a_layer_that_is_not_called_is_no_link_of_the_wide_limits_chain():
             factor.data = torch.randn(factor.shape, generator=generator, dtype=torch.float64) + 1
         return theory.regime(posterior).correlation
 
-    assert correlation(Unused) == pytest.approx(correlation(Dtype), abs=1e-12)
+    assert correlation("Unused") == pytest.approx(correlation("Dtype"), abs=1e-12)
 
 
 def test_heads_side_by_side_are_one_link_of_the_wide_limits_chain():
-    class Several(Chain):
-        def forward(self, x):
-            hidden = torch.relu(self.a(x))
-            return self.b(hidden)[:, :3] + self.c(hidden)
-
-    class One(Chain):
-        def forward(self, x):
-            return self.c(torch.relu(self.a(x)))
-
     found = []
-    for net in (Several, One):
+    for net in (
+        lambda: chain(lambda self, x: self.b(h := torch.relu(self.a(x)))[:, :3] + self.c(h)),
+        lambda: chain(lambda self, x: self.c(torch.relu(self.a(x)))),
+    ):
         posterior = embedded(net)
         for i, name in enumerate(("a.r", "a.s", "c.r", "c.s")):
             factor = posterior.modulations[name]

@@ -1,6 +1,8 @@
 """EmpCov: the Gaussian density it stands for, patches of convolutions, and its place in a member's loss."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -36,9 +38,8 @@ def test_a_convolution_sees_patches():
     x = torch.randn(4, 2, 6, 6, dtype=torch.float64)
     prior = EmpCov(x, network, "0", epsilon=0.1)
     padded = nn.functional.pad(x, (1, 1, 1, 1))
-    patches = torch.stack(
-        [padded[b, :, i : i + 3, j : j + 3].flatten() for b in range(4) for i in (0, 2, 4) for j in (0, 2, 4)]
-    )
+    places = itertools.product(range(4), (0, 2, 4), (0, 2, 4))
+    patches = torch.stack([padded[b, :, i : i + 3, j : j + 3].flatten() for b, i, j in places])
     precision = torch.linalg.inv(torch.cov(patches.T) + 0.1 * torch.eye(18, dtype=torch.float64))
     w = network[0].weight.detach().flatten(1)
     expected = -torch.einsum("od,de,oe->", w, precision, w) / 2
@@ -129,12 +130,10 @@ def test_it_takes_the_place_of_the_isotropic_prior_on_its_layer_only():
 def test_bad_input_is_a_clear_error():
     network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), tiny.points()[0]
     refuses(lambda: EmpCov(x, network, "1"), "expected layer of 0, 2, got '1'")
-    refuses(
-        lambda: EmpCov(x, network, "2"), "expected inputs of 5 numbers for this layer, got 4; name the layer that takes"
-    )
+    told = "expected inputs of 5 numbers for this layer, got 4; name the layer that takes"
+    refuses(lambda: EmpCov(x, network, "2"), told)
     for keyword in ("alpha", "epsilon"):
-        with pytest.raises(ValueError, match=f"expected {keyword} above 0, got 0"):
-            EmpCov(x, network, "0", **{keyword: 0})
+        refuses(partial(EmpCov, x, network, "0", **{keyword: 0}), f"expected {keyword} above 0, got 0")
     grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2))
     with pytest.raises(ValueError, match="expected inputs of 9 numbers for this layer, got 18"):
         EmpCov(torch.randn(3, 2, 5, 5), grouped, "0")
@@ -168,8 +167,7 @@ def test_the_input_that_is_not_finite_is_named():
     x[13, 0, 1, 0] = float("inf")
     for network in (nn.Conv2d(1, 2, 3), nn.Linear(16, 2)):
         for inputs in (x, [(part, None) for part in x.split(5)]):
-            with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, column 4"):
-                EmpCov(inputs, network, "")
+            refuses(partial(EmpCov, inputs, network, ""), "expected finite inputs, got inf in row 13, column 4")
 
 
 @pytest.mark.parametrize("regime", ["collective", "independent"])

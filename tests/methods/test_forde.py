@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -328,24 +329,20 @@ class Once(torch.autograd.Function):
         return slope * (1 - y.square())
 
 
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(Once.apply(self.first(x)))
+def custom():
+    layers = {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3)}
+    return tiny.Network(lambda self, x: self.last(Once.apply(self.first(x))), **layers)
 
 
 def test_a_network_that_cannot_be_differentiated_twice_is_a_clear_error():
     x, y = tiny.points()
-    posterior = FoRDE([Custom(), Custom()])
+    posterior = FoRDE([custom(), custom()])
     stream, told = torch.get_rng_state(), "expected a network that can be differentiated twice, got one that cannot"
     refuses(lambda: posterior.backward(x.float(), y), told)
     assert torch.equal(torch.get_rng_state(), stream)
     refuses(lambda: ds.fit(posterior, [(x.float(), y)], epochs=1, progress=False), "differentiated twice")
     # Where nobody is repelled, once is enough.
-    FoRDE([Custom()]).backward(x.float(), y)
+    FoRDE([custom()]).backward(x.float(), y)
 
 
 # Features without a graph, of a first layer and inputs.
@@ -366,8 +363,7 @@ def test_a_network_that_cuts_its_graph_is_a_clear_error(how):
     """Its input gradients are zeros that no weight can move: FoRDE would silently be a deep ensemble."""
     (x, y), nets = tiny.points(), networks(2, lambda: cut(how))
     for posterior in (FoRDE(nets), LIT(nets, strength=1.0)):
-        with pytest.raises(ValueError, match="expected input gradients that depend on the trained weights, got"):
-            posterior.backward(x, y)
+        refuses(partial(posterior.backward, x, y), "expected input gradients that depend on the trained weights, got")
         with pytest.raises(ValueError, match="remove no_grad, detach and numpy from the network's forward"):
             ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     FoRDE(nets[:1]).backward(x, y)  # alone it repels nobody
@@ -414,18 +410,16 @@ def test_a_custom_function_that_can_be_is_run_in_the_loop():
             (x,) = ctx.saved_tensors
             return 2 * x * slope
 
-    class Squares(Custom):
-        custom = True
+    def squares():
+        layers = {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3)}
+        return tiny.Network(lambda self, x: self.last(square(self.first(x))), **layers)
 
-        def forward(self, x):
-            hidden = self.first(x)
-            return self.last(Square.apply(hidden) if self.custom else hidden.square())
-
-    nets, (x, y) = networks(3, Squares), tiny.points()
+    square = Square.apply
+    nets, (x, y) = networks(3, squares), tiny.points()
     posterior = FoRDE(nets)
     posterior.backward(x, y)
     assert posterior.particles.how == "loop"
-    Squares.custom = False
+    square = torch.square
     torch.testing.assert_close(flat_gradients(posterior), expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
 
 
@@ -454,12 +448,10 @@ def test_bad_input_is_a_clear_error():
     refuses(lambda: FoRDE(nets, bandwidth="median"), "expected bandwidth of reference, sample, algorithm, got 'median'")
     refuses(lambda: FoRDE(nets, gradient="loss"), "expected gradient of logit, log_prob, got 'loss'")
     for repulsion in ("B", -1.0, math.nan):
-        with pytest.raises(ValueError, match=r"expected repulsion of (1/B, 1/N|at least 0)"):
-            FoRDE(nets, repulsion=repulsion)
+        refuses(partial(FoRDE, nets, repulsion=repulsion), r"expected repulsion of (1/B, 1/N|at least 0)")
     refuses(lambda: FoRDE(nets, repulsion="1/N"), 'expected data_size with repulsion "1/N", got none')
     for keyword in ("every", "batch_size", "examples"):
-        with pytest.raises(ValueError, match=f"expected {keyword} of at least 1, got 0"):
-            FoRDE(nets, **{keyword: 0})
+        refuses(partial(FoRDE, nets, **{keyword: 0}), f"expected {keyword} of at least 1, got 0")
     for keyword in ("every", "examples"):
         with pytest.raises(TypeError, match=rf"expected {keyword} as a whole number, got 1\.5; pass an int"):
             FoRDE(nets, **{keyword: 1.5})

@@ -58,13 +58,8 @@ def test_chains_have_mean_and_covariance_of_a_linear_model(temperature):
 
 def classifier(networks, **keywords):
     settings = {
-        "samples": 5,
-        "warmup": 5,
-        "leapfrog": 3,
-        "seed": 0,
-        "weight_prior_std": 1.0,
-        "data_size": 12,
-    } | keywords
+        "samples": 5, "warmup": 5, "leapfrog": 3, "seed": 0, "weight_prior_std": 1.0, "data_size": 12,
+    } | keywords  # fmt: skip
     return ds.HMC(networks, **settings)
 
 
@@ -119,17 +114,12 @@ def test_fit_trains_the_networks_and_runs_the_chains():
 def test_a_bimodal_posterior_has_chains_in_both_modes():
     """y = w² at x > 0, and −w is asked for at x < 0: the posterior of w has two modes, known by quadrature."""
 
-    class Square(nn.Module):
-        def __init__(self, w):
-            super().__init__()
-            self.w = nn.Parameter(torch.tensor([w]))
-
-        def forward(self, x):
-            return torch.where(x > 0, self.w**2, -self.w)
+    def square(w):
+        return tiny.Network(lambda self, x: torch.where(x > 0, self.w**2, -self.w), w=nn.Parameter(torch.tensor([w])))
 
     x, y = torch.ones(10, 1), torch.full((10, 1), 1.0)
     settings = {"samples": 50, "warmup": 25, "leapfrog": 3, "seed": 0, "likelihood": ds.Regression(noise=0.5)}
-    posterior = ds.HMC([Square(w) for w in (-1.0, 1.0)], weight_prior_std=1.0, data_size=10, **settings)
+    posterior = ds.HMC([square(w) for w in (-1.0, 1.0)], weight_prior_std=1.0, data_size=10, **settings)
     posterior.fit_posthoc([(x, y)])
     w = posterior.chains.draws[..., 0]
     grid = torch.linspace(0, 3, 3001, dtype=torch.float64)
@@ -306,14 +296,9 @@ def test_it_is_saved_and_loaded_with_the_noise_of_each_snapshot(tmp_path):
     x, _ = tiny.points()
     y = torch.randn(12, 2, dtype=torch.float64)
     posterior = ds.SGHMC(
-        [tiny.mlp(outputs=2) for _ in range(2)],
-        members=3,
-        lr=0.01,
-        cycles=1,
-        likelihood=ds.Regression(),
-        weight_prior_std=1.0,
-        data_size=12,
-    ).double()
+        [tiny.mlp(outputs=2) for _ in range(2)], members=3, lr=0.01, cycles=1, likelihood=ds.Regression(),
+        weight_prior_std=1.0, data_size=12,
+    ).double()  # fmt: skip
     ds.fit(posterior, [(x, y)], epochs=20, progress=False)
     predictive = posterior.predict(x)
     noise = posterior.sample(3)["likelihood.log_noise"].double().flatten()  # (2 · 3,)

@@ -103,9 +103,8 @@ def test_float32_agrees_with_float64(method):
     found = dict(single.named_parameters())
     for name, parameter in double.named_parameters():
         scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(
-            found[name].grad.double(), parameter.grad, rtol=1e-4, atol=1e-4 * scale + 1e-7, msg=name
-        )
+        near = {"rtol": 1e-4, "atol": 1e-4 * scale + 1e-7}
+        torch.testing.assert_close(found[name].grad.double(), parameter.grad, **near, msg=name)
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -292,9 +291,8 @@ def test_weights_in_half_precision_are_summed_in_full():
 def input_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
     """(M, B, D) of the true-class logit, with a graph to the weights."""
     x = x.clone().requires_grad_()
-    return torch.stack(
-        [torch.autograd.grad(net(x).gather(1, y[:, None]).sum(), x, create_graph=True)[0] for net in nets]
-    )
+    totals = [net(x).gather(1, y[:, None]).sum() for net in nets]
+    return torch.stack([torch.autograd.grad(total, x, create_graph=True)[0] for total in totals])
 
 
 def penalty(g: Tensor) -> Tensor:

@@ -29,9 +29,8 @@ def adapted():
 def decoder():
     """A decoder classifier: the outputs of its last layer at one token of each row."""
     pick = torch.tensor([2, 0, 1, 2, 1])
-    return tiny.Network(
-        lambda net, x: net.score(x)[torch.arange(len(x)), pick[: len(x)]], score=nn.Linear(6, C, bias=False)
-    )
+    score = nn.Linear(6, C, bias=False)
+    return tiny.Network(lambda net, x: net.score(x)[torch.arange(len(x)), pick[: len(x)]], score=score)
 
 
 def resized():
@@ -46,9 +45,8 @@ def resized():
 
 
 def tokens(transposed):
-    return tiny.Network(
-        lambda net, x: net.head(torch.tanh(x)).movedim(*((-1, 1) if transposed else (0, 0))), head=nn.Linear(6, C)
-    )
+    axes = (-1, 1) if transposed else (0, 0)
+    return tiny.Network(lambda net, x: net.head(torch.tanh(x)).movedim(*axes), head=nn.Linear(6, C))
 
 
 CASES = {
@@ -120,9 +118,8 @@ def test_the_full_curvature_is_the_gauss_newton_matrix(case):
     keywords = {"structure": "full", "layers": layers, "likelihood": likelihood, "prior_precision": 0.7, "samples": 2}
     posterior = ds.Laplace(network, **keywords).fit_posthoc([(x[:2], y[:2], weight[:2]), (x[2:], y[2:], weight[2:])])
     names = posterior.sampled_names()
-    parts = [
-        exact_curvature(network, names, x[s], y[s], likelihood, weight[s].double()) for s in (slice(2), slice(2, None))
-    ]
+    halves = (slice(2), slice(2, None))
+    parts = [exact_curvature(network, names, x[s], y[s], likelihood, weight[s].double()) for s in halves]
     exact = exact_curvature(network, names, x, y, likelihood, weight.double()) if case != "decoder" else sum(parts)
     start = 0
     for found in posterior.curvature:  # a block of the matrix for each layer
@@ -154,9 +151,8 @@ def kron_by_hand(network, name, x, y):
 
 def test_kronecker_factors_are_sums_over_positions_and_layers_share_a_precision(tmp_path):
     network, _, x, y, _ = build("adapters")
-    posterior = ds.Laplace(network, layers="*lora*", structure="kron", samples=3).fit_posthoc(
-        [(x[:2], y[:2]), (x[2:], y[2:])]
-    )
+    posterior = ds.Laplace(network, layers="*lora*", structure="kron", samples=3)
+    posterior.fit_posthoc([(x[:2], y[:2]), (x[2:], y[2:])])
     for name, found in zip(["lora_A", "lora_B"], posterior.curvature, strict=True):
         vectors = torch.kron(found.get_buffer("outputs"), found.get_buffer("features"))
         exact = kron_by_hand(network, name, x, y)
@@ -168,9 +164,8 @@ def test_kronecker_factors_are_sums_over_positions_and_layers_share_a_precision(
     loaded = ds.load(tmp_path, adapted())
     assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     network_state, member = network.state_dict(), posterior.member(1).state_dict()
-    assert {name for name, t in member.items() if not torch.equal(t, network_state[name])} == set(
-        posterior.sampled_names()
-    )
+    moved = {name for name, t in member.items() if not torch.equal(t, network_state[name])}
+    assert moved == set(posterior.sampled_names())
 
 
 def test_the_kronecker_product_of_a_selected_token_is_that_of_its_features():
@@ -184,9 +179,8 @@ def test_the_kronecker_product_of_a_selected_token_is_that_of_its_features():
 def test_an_adapter_that_starts_at_zero_has_the_priors_variance():
     network, _, x, y, _ = build("adapters")
     network.lora_B.weight.data.zero_()  # as peft does: outputs do not depend on lora_A yet
-    posterior = ds.Laplace(network, layers="*lora*", structure="kron", prior_precision=4.0, samples=2).fit_posthoc(
-        [(x, y)]
-    )
+    posterior = ds.Laplace(network, layers="*lora*", structure="kron", prior_precision=4.0, samples=2)
+    posterior.fit_posthoc([(x, y)])
     torch.testing.assert_close(posterior.variance["lora_A.weight"], torch.full((2, 6), 0.25, dtype=torch.float64))
     assert float(posterior.variance["lora_B.weight"].max()) < 0.25
 
@@ -234,7 +228,6 @@ def test_each_network_of_a_list_has_its_own_curvatures():
     alone = [ds.Laplace(network, **keywords).fit_posthoc([(TOKENS, y)]) for network in networks]
     for name in ("lora_A.weight", "head.weight", "head.bias"):
         torch.testing.assert_close(posterior.variance[name], torch.stack([each.variance[name] for each in alone]))
-    torch.testing.assert_close(
-        posterior.log_marginal_likelihood(), torch.stack([each.log_marginal_likelihood() for each in alone])
-    )
+    expected = torch.stack([each.log_marginal_likelihood() for each in alone])
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), expected)
     assert posterior.predict(TOKENS).member_means.shape == (6, B, C)

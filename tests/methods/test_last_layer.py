@@ -26,25 +26,13 @@ def last_layer(network, x, name=None):
     return found
 
 
-class Made(nn.Module):
-    """A network of these layers with a forward of its own."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
 def linear(inputs=4, outputs=3):
     return nn.Linear(inputs, outputs).double()
 
 
 def test_the_last_linear_layer_that_is_called_is_found_whatever_its_place():
-    network = Made(lambda net, x: net.head(torch.tanh(net.body(x))), head=linear(6), body=linear(4, 6), unused=linear())
+    layers = {"head": linear(6), "body": linear(4, 6), "unused": linear()}
+    network = tiny.Network(lambda net, x: net.head(torch.tanh(net.body(x))), **layers)
     found = last_layer(network, tiny.points()[0])
     assert found.name == "head"
     assert list(found.parameters) == ["head.weight", "head.bias"]
@@ -86,15 +74,15 @@ def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
     ("network", "words"),
     [
         (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), "no layer with weights called"),
-        (lambda: Made(lambda net, x: x @ net.head.weight.T, head=linear()), "no layer with weights called"),
+        (lambda: tiny.Network(lambda net, x: x @ net.head.weight.T, head=linear()), "no layer with weights called"),
         (lambda: nn.Sequential(linear(4, 4), nn.Bilinear(4, 4, 3)), "Bilinear"),
-        (lambda: Made(lambda net, x: net.a(net.a(x)), a=linear(4, 4)), "'a' called 2 times"),
+        (lambda: tiny.Network(lambda net, x: net.a(net.a(x)), a=linear(4, 4)), "'a' called 2 times"),
     ],
 )
 def test_a_network_without_a_linear_layer_at_its_end_is_a_clear_error(network, words):
     network = network().double()
     if isinstance(network, nn.Sequential) and isinstance(network[-1], nn.Bilinear):
-        network = Made(lambda net, x: net.last(net.first(x), x), first=network[0], last=network[1])
+        network = tiny.Network(lambda net, x: net.last(net.first(x), x), first=network[0], last=network[1])
     refuses(lambda: last_layer(network, tiny.points()[0]), rf"expected .*{words}")
 
 
@@ -109,7 +97,8 @@ def test_a_convolution_is_a_linear_layer_where_it_sees_single_points():
 
 def test_a_layer_may_be_named_and_a_wrong_name_is_a_clear_error():
     x = tiny.points()[0]
-    network = Made(lambda net, x: net.head(torch.tanh(net.body(x))), body=linear(4, 6), head=linear(6), unused=linear())
+    layers = {"body": linear(4, 6), "head": linear(6), "unused": linear()}
+    network = tiny.Network(lambda net, x: net.head(torch.tanh(net.body(x))), **layers)
     assert last_layer(network, x, "head").name == "head"
     refuses(
         lambda: last_layer(network, x, "fc"),

@@ -10,17 +10,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods import (
-    MAP,
-    SWA,
-    SWAG,
-    TRADI,
-    DeepEnsemble,
-    GaussianPerturbation,
-    SnapshotEnsemble,
-    branch,
-    track,
-)
+from dissensus.methods import MAP, SWA, SWAG, TRADI, DeepEnsemble, GaussianPerturbation, SnapshotEnsemble, branch, track
 from refusals import refuses
 from thinning import often, thinned
 
@@ -131,20 +121,15 @@ def test_a_functions_network_is_the_one_it_was_drawn_around():
         torch.testing.assert_close(posterior.member(i)(X), network.eval()(X), rtol=0, atol=0)
 
 
-class Scaled(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)
-        self.last, self.scale = nn.Linear(6, 3), scale
-        self.first.requires_grad_(False)
-
-    def forward(self, x):
-        return self.last(self.drop(self.scale * torch.tanh(self.norm(self.first(x)))))
+def scaled(scale: float) -> nn.Module:
+    layers = {"first": nn.Linear(4, 6).requires_grad_(False), "norm": nn.BatchNorm1d(6), "drop": nn.Dropout(0.2)}
+    layers |= {"last": nn.Linear(6, 3), "scale": scale}
+    return tiny.Network(lambda net, x: net.last(net.drop(net.scale * net.norm(net.first(x)).tanh())), **layers)
 
 
 @pytest.mark.parametrize("method", WATCHERS.values(), ids=WATCHERS)
 def test_functions_are_numbered_network_by_network_with_the_attributes_and_frozen_weights_of_each(method):
-    given = [Scaled(scale).double() for scale in (1.0, 2.0, 5.0)]
+    given = [scaled(scale).double() for scale in (1.0, 2.0, 5.0)]
     drawn = fitted(method(copy.deepcopy(given))).draw()
     assert drawn.networks == 3
     members = [drawn.member(i) for i in range(drawn.members)]
@@ -192,9 +177,7 @@ def test_a_watched_method_trains_bit_for_bit_and_its_weights_are_recorded(base):
 OFTEN = ("a network", "FoRDE", "BatchEnsemble")
 PAIRS = [
     pytest.param(
-        base,
-        watcher,
-        marks=() if place % 2 == i == 0 or (base in OFTEN and i % 3 == place % 3) else pytest.mark.slow,
+        base, watcher, marks=() if place % 2 == i == 0 or (base in OFTEN and i % 3 == place % 3) else pytest.mark.slow
     )
     for place, base in enumerate([*OFTEN, *(base for base in BASES if base not in OFTEN)])
     for i, watcher in enumerate(WATCHERS)

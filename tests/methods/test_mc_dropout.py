@@ -268,24 +268,17 @@ class FusedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **self.asked).mean((1, 2))
 
 
-class FunctionalRate(nn.Module):
-    def __init__(self, rate=0.3):
-        super().__init__()
-        self.layer, self.norm, self.drop_rate = nn.Linear(4, 8), nn.BatchNorm1d(8), rate
-
+def functional_rate(rate=0.3):
     def forward(self, x):
         return F.dropout(self.norm(self.layer(x.mean(1))), self.drop_rate, self.training)
 
+    return tiny.Network(forward, layer=nn.Linear(4, 8), norm=nn.BatchNorm1d(8), drop_rate=rate)
 
-class DropPath(nn.Module):
-    def __init__(self, rate=0.3):
-        super().__init__()
-        self.drop_prob = rate
 
-    def forward(self, x):
-        if not self.training:
-            return x
-        return x * x.new_empty(len(x), *[1] * (x.ndim - 1)).bernoulli_(1 - self.drop_prob) / (1 - self.drop_prob)
+def drop_path(self, x):
+    if not self.training:
+        return x
+    return x * x.new_empty(len(x), *[1] * (x.ndim - 1)).bernoulli_(1 - self.drop_prob) / (1 - self.drop_prob)
 
 
 def multihead(rate=0.3):
@@ -293,8 +286,12 @@ def multihead(rate=0.3):
     return tiny.Network(lambda self, x: self.attention(x, x, x)[0].mean(1), **layers)
 
 
+class DropPath(tiny.Network):
+    """Known by its name."""
+
+
 def with_branch(rate=0.3):
-    layers = {"layer": nn.Linear(4, 4), "path": DropPath(rate)}
+    layers = {"layer": nn.Linear(4, 4), "path": DropPath(drop_path, drop_prob=rate)}
     return tiny.Network(lambda self, x: (x + self.path(self.layer(x))).mean(1), **layers)
 
 
@@ -305,7 +302,7 @@ FUNCTIONAL = {
     "grouped": lambda: FusedAttention(groups=2, enable_gqa=True),
     "multihead": multihead,
     "encoder": encoder_network,
-    "number": FunctionalRate,
+    "number": functional_rate,
     "drop path": with_branch,
 }
 
@@ -370,14 +367,13 @@ def test_inputs_of_another_length_get_masks_of_their_own():
     assert torch.equal(drawn(short), first)
 
 
-class Scaled(nn.Module):
-    def __init__(self, factor) -> None:
-        super().__init__()
-        self.factor = factor
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
-
+def scaled(factor) -> nn.Module:
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) * (self.factor if isinstance(self.factor, float) else self.factor[0])
+
+    network = tiny.Network(forward, layers=nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
+    network.factor = factor
+    return network
 
 
 @pytest.mark.parametrize(
@@ -386,7 +382,7 @@ class Scaled(nn.Module):
 def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(kind):
     """The functions run in a copy of the network, which is kept between predictions."""
     torch.manual_seed(0)
-    network, x = Scaled(kind(1.0)), torch.randn(2, 4)
+    network, x = scaled(kind(1.0)), torch.randn(2, 4)
     posterior = ds.MCDropout(network, samples=4)
     ds.refresh(posterior, [])
     before, again = posterior.predict(x).member_means, posterior.predict(x).member_means

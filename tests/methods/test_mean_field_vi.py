@@ -50,39 +50,36 @@ def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(t
     assert float((marginal / wanted).max()) > 1.4  # which is another answer
 
 
-class Twice(nn.Module):
+def twice():
     """One layer called twice, positions, an embedding, a tied weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.again, self.read = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-        self.words, self.out = nn.Embedding(3, 5), nn.Linear(5, 3, bias=False)
-        self.out.weight = self.words.weight
 
     def forward(self, x):
         hidden = torch.tanh(self.again(torch.tanh(self.again(torch.tanh(self.first(x))))))
         hidden = nn.functional.linear(hidden, self.read.weight) + self.words(x[:, 0].gt(0).long())
         return self.out(hidden)
 
+    layers = {"first": nn.Linear(4, 5), "again": nn.Linear(5, 5), "read": nn.Linear(5, 5, bias=False)}
+    network = tiny.Network(forward, **layers, words=nn.Embedding(3, 5), out=nn.Linear(5, 3, bias=False))
+    network.out.weight = network.words.weight
+    return network
 
-class Positions(nn.Module):
+
+def positions():
     """A linear layer over positions, a convolution, and a layer whose first axis is not the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.each, self.conv, self.turned = nn.Linear(1, 4), nn.Conv1d(4, 4, 2), nn.Linear(4, 4)
-        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         hidden = torch.tanh(self.conv(self.each(x[..., None]).transpose(1, 2)))  # (B, 4, 3)
         hidden = torch.tanh(self.turned(hidden.permute(2, 0, 1)))  # (3, B, 4): positions first
         return self.head(hidden.sum(0))
 
+    layers = {"each": nn.Linear(1, 4), "conv": nn.Conv1d(4, 4, 2), "turned": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    return tiny.Network(forward, **layers)
+
 
 NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), ["0", "2"]),
-    "twice": (Twice, ["first"]),
-    "positions": (Positions, ["each", "conv", "head"]),
+    "twice": (twice, ["first"]),
+    "positions": (positions, ["each", "conv", "head"]),
     "recurrent": (
         lambda: tiny.Network(
             lambda self, x: self.head(self.rnn(x[..., None])[0][:, -1]),
@@ -273,9 +270,8 @@ def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
 @pytest.mark.parametrize("annealing", [None, ds.Annealing("linear"), ds.Annealing("cyclic", steps=10)])
 def test_looking_at_deviations_leaves_everything_as_it_was(annealing):
     posterior = ds.MeanFieldVI(tiny.mlp(), data_size=12, annealing=annealing)
-    loader = ds.data.Batches(
-        *(each.float() if each.is_floating_point() else each for each in tiny.points()), batch_size=6
-    )
+    x, y = tiny.points()
+    loader = ds.data.Batches(x.float(), y, batch_size=6)
     before = {name: tensor.clone() for name, tensor in posterior.state_dict().items()}
     for _ in range(2):
         torch.manual_seed(3)

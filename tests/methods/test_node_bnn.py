@@ -30,9 +30,8 @@ from thinning import often, thinned
 
 
 def conv(dropout=0.0):
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3)
-    )
+    layers = nn.Conv2d(1, 5, 2), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3)
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *layers)
 
 
 def build(net=tiny.mlp, **keywords):
@@ -280,9 +279,8 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     for same in (live, anew):
         torch.testing.assert_close(same(x), before, rtol=0, atol=1e-12)
     parts = [part.member_means[0] for part in drawn.predict_parts(x)]
-    torch.testing.assert_close(
-        torch.stack(parts) if net is conv else parts[0][None], drawn.predict(x).member_means[: len(parts)]
-    )
+    found = torch.stack(parts) if net is conv else parts[0][None]
+    torch.testing.assert_close(found, drawn.predict(x).member_means[: len(parts)])
     with torch.no_grad():
         for parameter in posterior.parameters():
             parameter.data.mul_(1.5)  # a change that no counter of versions sees, like a replayed step's
@@ -695,7 +693,6 @@ def test_training_that_ruins_the_network_it_started_from_is_said_with_the_number
         posterior = ds.NodeBNN.of_trained(network, data_size=24, lr=None, samples=8)
         optimizer = torch.optim.SGD(posterior.parameter_groups(rate), lr=rate)
         ds.fit(posterior, [(x, y)], optimizer=optimizer, epochs=3, progress=False)
-        assert (
-            f"NodeBNN is worse than its network: loss of the first batch {before:.3f} before" in caplog.text
-        ) == ruined
+        told = f"NodeBNN is worse than its network: loss of the first batch {before:.3f} before"
+        assert (told in caplog.text) == ruined
     assert "train the network longer first" in caplog.text

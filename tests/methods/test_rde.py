@@ -1,6 +1,7 @@
 """Repulsion in weight, function and feature space: the papers' updates written out, and posteriors that are known."""
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -30,10 +31,6 @@ def networks(count: int = 4, make=plain) -> list[nn.Module]:
     return [make().double() for _ in range(count)]
 
 
-def by_name(posterior, index: int, module: nn.Module) -> dict[str, Tensor]:
-    return {f"network.{name}": parameter for name, parameter in module.named_parameters()}
-
-
 def flat_weights(nets: list[nn.Module]) -> Tensor:
     return torch.stack([nn.utils.parameters_to_vector(net.parameters()) for net in nets])
 
@@ -44,33 +41,37 @@ def flat_gradients(posterior) -> Tensor:
     return torch.cat([tensor.grad.reshape(len(tensor), -1) for tensor in own.values()], dim=1)
 
 
+def flat_derivatives(total: Tensor, nets: list[nn.Module]) -> Tensor:
+    """(M, P) gradients of a number by each network's weights."""
+    found = torch.autograd.grad(total, [parameter for net in nets for parameter in net.parameters()])
+    return torch.cat([g.flatten() for g in found]).reshape(len(nets), -1)
+
+
 def pulled_back(nets: list[nn.Module], outputs, force=None) -> Tensor:
     """(M, P) gradients of ⟨outputs_i, force_i⟩ by each network's weights; of numbers without a force."""
-    rows = []
-    for i, (net, each) in enumerate(zip(nets, outputs, strict=True)):
-        found = torch.autograd.grad(
-            each, list(net.parameters()), None if force is None else force[i].reshape(each.shape)
-        )
-        rows.append(torch.cat([g.flatten() for g in found]))
-    return torch.stack(rows)
+    force = [torch.ones(())] * len(nets) if force is None else force
+    pairs = zip(outputs, force, strict=True)
+    return flat_derivatives(sum((each * f.reshape(each.shape)).sum() for each, f in pairs), nets)
 
 
 def flat_loss_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
     return pulled_back(nets, [nn.functional.cross_entropy(net(x), y) for net in nets])
 
 
+PRIOR_OF_FUNCTIONS = {
+    "data_size": 7, "functional_prior": True, "weight_prior_std": 2.0, "likelihood": ds.Regression(1.0),
+}  # fmt: skip
+
+
 def builders() -> dict:
+    at, function = torch.linspace(-1, 1, 28).double().reshape(7, 4), partial(FunctionRDE, data_size=50)
     return {
-        "weight": lambda nets, **k: WeightRDE(nets, data_size=50, **k),
-        "function": lambda nets, **k: FunctionRDE(nets, data_size=50, **k),
-        "function, noise": lambda nets, **k: FunctionRDE(nets, data_size=50, repel_at="noise", **k),
-        "function, inputs": lambda nets, **k: FunctionRDE(
-            nets, data_size=50, repel_at=torch.linspace(-1, 1, 28).double().reshape(7, 4), **k
-        ),
-        "function, prior": lambda nets, **k: FunctionRDE(
-            nets, data_size=50, functional_prior=True, weight_prior_std=1.0, **k
-        ),
-        "feature": lambda nets, **k: FeatureRDE(nets, layer="2", head="3", projection=3, **k),
+        "weight": partial(WeightRDE, data_size=50),
+        "function": function,
+        "function, noise": partial(function, repel_at="noise"),
+        "function, inputs": partial(function, repel_at=at),
+        "function, prior": partial(function, functional_prior=True, weight_prior_std=1.0),
+        "feature": partial(FeatureRDE, layer="2", head="3", projection=3),
     }
 
 
@@ -115,10 +116,7 @@ def test_the_function_space_update_is_the_autograd_of_the_loss():
     log_q = torch.logsumexp(-(points[:, None] - points.detach()[None]).square().sum(2) / (2 * h), dim=1)
     nll = torch.stack([nn.functional.cross_entropy(each, y) for each in outputs])
     total = (nll + log_q / 50).sum()
-    parameters = [parameter for net in nets for parameter in net.parameters()]
-    found = torch.autograd.grad(total, parameters)
-    expected = torch.cat([g.flatten() for g in found]).reshape(4, -1)
-    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(flat_gradients(posterior), flat_derivatives(total, nets), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("score", ESTIMATORS)
@@ -191,9 +189,7 @@ def test_the_functional_prior_is_the_score_of_fresh_networks():
     """Prior outputs have the law of the prior, N(0, 4) at an input of length one; their spectral Stein score is the pull."""
     nets = networks(300, lambda: nn.Linear(4, 1, bias=False))
     x, y = torch.eye(4, dtype=torch.float64)[:1], torch.zeros(1, 1, dtype=torch.float64)
-    posterior = FunctionRDE(
-        nets, data_size=7, functional_prior=True, weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
-    )
+    posterior = FunctionRDE(nets, **PRIOR_OF_FUNCTIONS)
 
     def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
         return posterior.member_loss(own, {}, Batch(x, y))[1]
@@ -215,9 +211,7 @@ def test_the_functional_prior_draws_a_first_layer_with_empcov_from_that():
     nets = networks(400, lambda: nn.Sequential(nn.Linear(4, 1, bias=False)))
     seen = torch.randn(60, 4, dtype=torch.float64) * torch.tensor([5.0, 1.0, 1.0, 0.1], dtype=torch.float64)
     x, y = torch.eye(4, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
-    posterior = FunctionRDE(
-        nets, data_size=7, functional_prior=True, weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
-    )
+    posterior = FunctionRDE(nets, **PRIOR_OF_FUNCTIONS)
     posterior.use_prior(EmpCov(seen, nets[0], "0", epsilon=1e-4, rest=2.0))
     own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
     z = torch.func.vmap(lambda own: posterior.member_loss(own, {}, Batch(x, y))[1], randomness="different")(own)
@@ -257,9 +251,8 @@ def test_the_feature_space_update_is_that_of_the_paper(weighting):
     for i, feature in enumerate(features):
         prior = (w[:, None] * torch.log(1 + 0.005 * feature.square())).sum()
         total = total + (prior + (root * feature * lifted[i]).sum()) / w.sum() + loss(feature)
-    encoders = [parameter for net in nets for parameter in net[:2].parameters()]
-    found = torch.autograd.grad(total, [*encoders, *head.parameters()])
-    expected = torch.cat([g.flatten() for g in found[: len(encoders)]]).reshape(4, -1)
+    found = torch.autograd.grad(total, list(head.parameters()), retain_graph=True)
+    expected = flat_derivatives(total, [net[:2] for net in nets])
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-9)
     # The head's gradient is the mean over members, not the sum.
     shared = posterior.particles.shared_parameters()
@@ -289,15 +282,13 @@ def test_a_partial_batch_repels_by_features_no_more_than_a_full_one():
     partial = feature_forces(posterior, x[:5], y[:5])
     torch.testing.assert_close(partial, feature_forces(number, x[:5], y[:5]), rtol=0, atol=1e-12)
     torch.testing.assert_close(partial * 12 / 5, feature_forces(fresh, x[:5], y[:5]), rtol=0, atol=1e-12)
-    with_prior, without = (
-        FeatureRDE(nets, layer="1", head="2", feature_prior=prior, repulsion=0.0) for prior in ("gaussian", "none")
-    )
+    priors = ("gaussian", "none")
+    with_prior, without = (FeatureRDE(nets, layer="1", head="2", feature_prior=p, repulsion=0.0) for p in priors)
     for each in (with_prior, without):
         each.backward(x[:5], y[:5])
     features = [net[:2](x[:5]) for net in nets]
     prior = sum(0.005 / 2 * feature.square().sum() / 5 for feature in features)
-    found = torch.autograd.grad(prior, [parameter for net in nets for parameter in net[:2].parameters()])
-    expected = torch.cat([g.flatten() for g in found]).reshape(4, -1)
+    expected = flat_derivatives(prior, [net[:2] for net in nets])
     torch.testing.assert_close(flat_gradients(with_prior) - flat_gradients(without), expected, rtol=0, atol=1e-12)
 
 
@@ -311,8 +302,7 @@ def test_a_cauchy_prior_on_outputs_adds_its_mean_over_examples(weight):
         each.backward(x, y, weight)
     w = torch.ones(5) if weight is None else weight
     prior = sum((w * (1 + 0.3 * net(x) ** 2).log().sum(1)).sum() / w.sum() for net in nets)
-    found = torch.autograd.grad(prior, [parameter for net in nets for parameter in net.parameters()])
-    expected = torch.cat([g.flatten() for g in found]).reshape(len(nets), -1)
+    expected = flat_derivatives(prior, nets)
     assert float(expected.abs().max()) > 1e-3
     torch.testing.assert_close(flat_gradients(with_prior) - flat_gradients(without), expected, rtol=0, atol=1e-12)
 
@@ -365,11 +355,10 @@ def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_p
 def test_the_official_choices_of_feature_rde_can_be_had():
     nets, (x, y) = networks(), tiny.points()
     found = {}
-    for order in ("largest", "smallest"):
-        for bandwidth in ("median", "squared"):
-            posterior = FeatureRDE(nets, layer="1", head="2", projection=2, order=order, bandwidth=bandwidth)
-            posterior.backward(x, y)
-            found[order, bandwidth] = flat_gradients(posterior)
+    for order, bandwidth in itertools.product(("largest", "smallest"), ("median", "squared")):
+        posterior = FeatureRDE(nets, layer="1", head="2", projection=2, order=order, bandwidth=bandwidth)
+        posterior.backward(x, y)
+        found[order, bandwidth] = flat_gradients(posterior)
     values = list(found.values())
     assert all(not torch.allclose(a, b) for i, a in enumerate(values) for b in values[:i])
     # with every direction kept the order does not matter
@@ -566,12 +555,10 @@ def test_bad_input_of_either_is_a_clear_error(method):
 def test_bad_input_of_function_rde_is_a_clear_error():
     made = partial(FunctionRDE, networks(2), data_size=10)
     refuses(lambda: made(repel_at="test"), r"expected repel_at of batch, noise, got .*; or pass your own inputs")
-    told = "expected inputs as a tensor, tuple or dict of tensors, got float"
-    refuses(lambda: made(repel_at=[1.0]), told, TypeError)
+    refuses(lambda: made(repel_at=[1.0]), "expected inputs as a tensor, tuple or dict of tensors, got float", TypeError)
     refuses(lambda: made(repel_at=torch.zeros(0, 4)), r"expected inputs \(n, ...\), got shape \(0, 4\)")
     refuses(lambda: made(repel_at="noise", noise=0.0), "expected noise above 0")
-    told = "only classification has probabilities"
-    refuses(lambda: made(outputs="probabilities", likelihood=ds.Regression()), told)
+    refuses(partial(made, outputs="probabilities", likelihood=ds.Regression()), "only classification has probabilities")
     refuses(lambda: made(outputs="softmax"), "expected outputs of logits, probabilities")
     refuses(lambda: made(prior="gp"), "expected a prior, got 'gp'", TypeError)
     refuses(lambda: made(functional_prior=True), "expected a prior with functional_prior=True, got none")
@@ -580,15 +567,10 @@ def test_bad_input_of_function_rde_is_a_clear_error():
     refuses(lambda: rigid.backward(*tiny.points()), told, TypeError)
 
 
-class TwoInputs(nn.Module):
+def two_inputs() -> nn.Module:
     """Numbers and a word each: what an embedding of the word and a linear layer of the numbers add up to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers, self.words = nn.Linear(4, 3), nn.Embedding(5, 3)
-
-    def forward(self, numbers: Tensor, words: Tensor) -> Tensor:
-        return self.numbers(numbers).tanh() + self.words(words)
+    layers = {"numbers": nn.Linear(4, 3), "words": nn.Embedding(5, 3)}
+    return tiny.Network(lambda self, numbers, words: self.numbers(numbers).tanh() + self.words(words), **layers)
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])
@@ -599,7 +581,7 @@ def test_networks_of_several_inputs_repel_at_inputs_of_ones_own_also_after_loadi
     def formed(first: Tensor, second: Tensor):
         return (first, second) if form == "tuple" else {"numbers": first, "words": second}
 
-    nets = [TwoInputs() for _ in range(3)]
+    nets = [two_inputs() for _ in range(3)]
     posterior = FunctionRDE(copy.deepcopy(nets), data_size=8, repel_at=formed(*elsewhere))
     posterior.backward(formed(numbers, words), y)
     # By hand: ∇ log q at the outputs elsewhere, pulled back, beside the loss's own gradient
@@ -613,7 +595,7 @@ def test_networks_of_several_inputs_repel_at_inputs_of_ones_own_also_after_loadi
         expected = torch.stack([dict(net.named_parameters())[name.removeprefix("network.")].grad for net in nets])
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6, msg=name)
     ds.save(posterior, tmp_path)
-    loaded = ds.load(tmp_path, TwoInputs()).train()
+    loaded = ds.load(tmp_path, two_inputs()).train()
     loaded.backward(formed(numbers, words), y)
     for name, parameter in loaded.particles.own_parameters().items():
         assert torch.equal(parameter.grad, own[name].grad), name
@@ -622,8 +604,8 @@ def test_networks_of_several_inputs_repel_at_inputs_of_ones_own_also_after_loadi
 def test_inputs_to_repel_at_fit_the_network_or_are_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
     for bad in (torch.nan, torch.inf):
-        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity"):
-            FunctionRDE(nets, data_size=12, repel_at=torch.tensor([[0.0, 0.0, 0.0, bad]]))
+        at = torch.tensor([[0.0, 0.0, 0.0, bad]])
+        refuses(partial(FunctionRDE, nets, data_size=12, repel_at=at), "expected finite inputs, got NaN or infinity")
     narrow = FunctionRDE(nets, data_size=12, repel_at=torch.zeros(7, 3))
     for train in (lambda: narrow.backward(x, y), lambda: ds.fit(narrow, [(x, y)], epochs=1, progress=False)):
         refuses(train, r"that the network can take, got \(7, 3\)")
@@ -661,14 +643,12 @@ def test_bad_layers_and_heads_are_clear_errors():
     nets = networks(2)
     refuses(lambda: FeatureRDE(nets, layer="features", head="2"), "expected layer of 0, 1, 2, got 'features'")
     refuses(lambda: FeatureRDE(nets, layer="1", head="classifier"), "expected head of 0, 1, 2, got 'classifier'")
-    told = "expected a head with parameters to share, got '1', which has none"
-    refuses(lambda: FeatureRDE(nets, layer="0", head="1"), told)
-    told = "expected a layer that runs before the head '2', got '2', which runs after it"
-    refuses(lambda: FeatureRDE(nets, layer="2", head="2").backward(*tiny.points()), told)
+    refuses(lambda: FeatureRDE(nets, layer="0", head="1"), "expected a head with parameters to share, got '1', which")
+    same_layer = FeatureRDE(nets, layer="2", head="2")
+    refuses(lambda: same_layer.backward(*tiny.points()), "before the head '2', got '2', which runs after it")
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
-    told = "expected encoders that start at different weights, got equal ones"
-    refuses(lambda: FeatureRDE(same, layer="1", head="2"), told)
+    refuses(lambda: FeatureRDE(same, layer="1", head="2"), "expected encoders that start at different weights, got eq")
     tied = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     for net in tied:
         net[1].weight = net[0].weight

@@ -12,6 +12,7 @@ from dissensus.methods.snapshots import Snapshots, cosine_cycles, evenly_spaced
 from dissensus.utils.counts import Count
 from dissensus.utils.parameter_groups import constant_tail
 from refusals import refuses
+from thinning import often
 
 
 def test_a_count_is_saved_and_read_back():
@@ -109,17 +110,6 @@ def batches():
     return [(x[i : i + 4], y[i : i + 4]) for i in range(0, 16, 4)]
 
 
-class Unsized:
-    """The batches without len()."""
-
-    def __iter__(self):
-        return iter(batches())
-
-
-class Interrupted(Exception):
-    pass
-
-
 def made(method, seed=0, **keywords):
     torch.manual_seed(seed)
     return method(tiny.mlp().double(), **keywords)
@@ -147,9 +137,8 @@ def test_validation_measures_and_cuts_nothing_off(build, expected):
     def run(validation):
         posterior = build()
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)  # overfits: the best epoch is an early one
-        history = ds.fit(
-            posterior, batches(), epochs=EPOCHS, validation=validation, optimizer=optimizer, progress=False
-        )
+        settings = {"validation": validation, "optimizer": optimizer, "progress": False}
+        history = ds.fit(posterior, batches(), epochs=EPOCHS, **settings)
         return posterior, history
 
     x, y = tiny.points(16, seed=1)
@@ -172,7 +161,7 @@ def test_patience_is_refused_where_no_epoch_is_best(method):
 def test_a_loader_without_a_length_records_the_tail_of_the_whole_run(build, expected):
     sized, unsized = build(), build()
     ds.fit(sized, batches(), epochs=EPOCHS, progress=False)
-    ds.fit(unsized, Unsized(), epochs=EPOCHS, progress=False)
+    ds.fit(unsized, tiny.Unsized(batches), epochs=EPOCHS, progress=False)
     assert int(unsized.recorder.snapshots.taken) == expected
     if build is not METHODS["snapshots"][0]:  # whose first snapshot may lie in the first epoch
         assert tiny.largest_difference(collected(sized), collected(unsized)) == 0
@@ -181,7 +170,7 @@ def test_a_loader_without_a_length_records_the_tail_of_the_whole_run(build, expe
 
 def test_what_lies_in_the_first_epoch_of_unknown_length_is_made_up_for_in_what_follows():
     posterior = made(SnapshotEnsemble, members=6)
-    ds.fit(posterior, Unsized(), epochs=3, progress=False)  # 12 steps, 4 of them before the length is known
+    ds.fit(posterior, tiny.Unsized(batches), epochs=3, progress=False)  # 12 steps, 4 of them before the length is known
     assert int(posterior.recorder.snapshots.taken) == 6
     assert (posterior.recorder.snapshots.start, posterior.recorder.snapshots.every) == (6, 1)
 
@@ -189,7 +178,7 @@ def test_what_lies_in_the_first_epoch_of_unknown_length_is_made_up_for_in_what_f
 def test_a_second_run_of_unknown_length_forgets_the_first():
     posterior = made(SWAG, rank=2, samples=2)
     ds.fit(posterior, batches(), epochs=4, progress=False)
-    ds.fit(posterior, Unsized(), epochs=EPOCHS, progress=False)
+    ds.fit(posterior, tiny.Unsized(batches), epochs=EPOCHS, progress=False)
     assert int(posterior.recorder.snapshots.taken) == 4
     assert posterior.recorder.snapshots.start >= 16 + 24
 
@@ -199,17 +188,17 @@ def test_one_epoch_of_unknown_length_is_refused_before_it_trains(keywords):
     for posterior in (made(SWAG, **keywords), made(lambda m: track(m, [lambda n, **k: SWAG(n, **keywords, **k)]))):
         before = tiny.state(posterior)
         with pytest.raises(ValueError, match="expected start and every for one epoch of unknown length"):
-            ds.fit(posterior, Unsized(), epochs=1, progress=False)
+            ds.fit(posterior, tiny.Unsized(batches), epochs=1, progress=False)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
 
 
 def test_one_epoch_of_unknown_length_will_do_where_the_times_are_given_or_the_run_was_begun():
     given = made(SWAG, start=1, every=2, samples=2)
-    ds.fit(given, Unsized(), epochs=1, progress=False)
+    ds.fit(given, tiny.Unsized(batches), epochs=1, progress=False)
     assert int(given.recorder.snapshots.taken) == 2
     begun = made(SWAG, samples=2)
     begun.begin(STEPS, 1)
-    ds.fit(begun, Unsized(), epochs=1, progress=False)
+    ds.fit(begun, tiny.Unsized(batches), epochs=1, progress=False)
     assert int(begun.recorder.snapshots.taken) == 1
 
 
@@ -217,7 +206,7 @@ def test_tradi_starts_at_the_weights_there_are_though_the_length_is_unknown():
     posterior, other = made(TRADI), tiny.mlp().double()
     posterior.network.load_state_dict(other.state_dict())
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
-    ds.fit(posterior, Unsized(), epochs=1, optimizer=optimizer, progress=False)
+    ds.fit(posterior, tiny.Unsized(batches), epochs=1, optimizer=optimizer, progress=False)
     assert tiny.largest_difference(posterior.mean, {n: p.detach() for n, p in other.named_parameters()}) < 1e-12
 
 
@@ -236,41 +225,33 @@ def test_a_loop_of_ones_own_may_begin_late():
 
 
 @each_method
-@pytest.mark.parametrize("loader", [batches, pytest.param(Unsized, marks=pytest.mark.slow)], ids=["sized", "unsized"])
-def test_the_same_cell_again_goes_on_as_if_it_had_not_been_interrupted(build, expected, loader, tmp_path):
+@pytest.mark.parametrize("sized", often([True], [False]))
+def test_the_same_cell_again_goes_on_as_if_it_had_not_been_interrupted(build, expected, sized, tmp_path):
     """Ctrl-C in the epoch after `stop`, then the same fit of the same object: the tail stays where it was."""
 
     def cell(posterior, checkpoint=None, interrupt=None):
         def interrupted():
             for i, batch in enumerate(batches()):
                 if posterior.steps == interrupt and i == 2:
-                    raise Interrupted
+                    raise tiny.Killed
                 yield batch
 
-        watched = loader() if interrupt is None else _Sized(interrupted, sized=loader is batches)
-        ds.fit(posterior, watched, epochs=EPOCHS, checkpoint=checkpoint, progress=False)
+        loader = (Sized if sized else tiny.Unsized)(batches if interrupt is None else interrupted)
+        ds.fit(posterior, loader, epochs=EPOCHS, checkpoint=checkpoint, progress=False)
 
     whole = build()
     cell(whole)
     for stop in (0, 6):
         stopped, path = build(), tmp_path / f"{stop}.pt"
-        with pytest.raises(Interrupted):
+        with pytest.raises(tiny.Killed):
             cell(stopped, path, interrupt=(stop + 1) * STEPS + 2)
         cell(stopped, path)
         assert int(stopped.recorder.snapshots.taken) == expected
         assert tiny.largest_difference(collected(whole), collected(stopped)) == 0
 
 
-class _Sized:
-    def __init__(self, make, *, sized):
-        self.make, self.sized = make, sized
-
-    def __iter__(self):
-        return self.make()
-
+class Sized(tiny.Unsized):
     def __len__(self):
-        if not self.sized:
-            raise TypeError
         return STEPS
 
 

@@ -14,21 +14,15 @@ def flatten(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
 
 
-class Scalars(nn.Module):
+def scalars():
     """Three parameters in two tensors; B outputs that are all of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        self.b = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, x):
-        return torch.cat([self.a, self.b]).expand(len(x), 3) + 0 * x.sum()
+    a, b = (nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (2, 1))
+    return tiny.Network(lambda self, x: torch.cat([self.a, self.b]).expand(len(x), 3) + 0 * x.sum(), a=a, b=b)
 
 
 def recorded(snapshots, method=SWAG, **keywords):
     """A posterior that has seen these weights (n, 3), one an observe call."""
-    module = Scalars()
+    module = scalars()
     posterior = method(module, **keywords)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for weights in snapshots:
@@ -162,9 +156,8 @@ def test_fit_spreads_twice_the_rank_over_the_last_quarter(monkeypatch):
     posterior, (x, y) = SWAG(tiny.mlp().double(), rank=2), tiny.points(40)
     seen = []
     add = posterior.recorder.snapshots.taken.add
-    monkeypatch.setattr(
-        posterior.recorder.snapshots.taken, "add", lambda: (seen.append(int(posterior.steps)), add())[1]
-    )
+    noted = lambda: (seen.append(int(posterior.steps)), add())[1]  # noqa: E731
+    monkeypatch.setattr(posterior.recorder.snapshots.taken, "add", noted)
     loader = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 40, 4)]
     ds.fit(posterior, loader, epochs=8, progress=False)
     assert seen == [65, 70, 75, 80]
@@ -182,9 +175,9 @@ def test_start_and_every_count_observe_calls_from_0():
 
 
 def test_the_schedule_ends_in_a_constant_rate():
-    factors = [SWAG(Scalars()).default_schedule(100)(epoch) for epoch in (0, 30, 75, 99)]
+    factors = [SWAG(scalars()).default_schedule(100)(epoch) for epoch in (0, 30, 75, 99)]
     assert factors == pytest.approx([1.0, 1.0, 0.5, 0.5])
-    assert SWA(Scalars()).default_schedule(100)(99) == pytest.approx(0.5)
+    assert SWA(scalars()).default_schedule(100)(99) == pytest.approx(0.5)
 
 
 def test_norm_layers_are_sampled_with_statistics_that_belong_to_them():
@@ -204,7 +197,7 @@ def test_norm_layers_are_sampled_with_statistics_that_belong_to_them():
 
 @pytest.mark.parametrize("method", [SWAG, SWA])
 def test_drawing_before_the_first_snapshot_is_refused(method):
-    posterior = method(Scalars(), start=5)
+    posterior = method(scalars(), start=5)
     told = "expected at least one snapshot of the weights, got none after 0 observed steps"
     refuses(lambda: posterior.predict(torch.zeros(2, 1)), told)
     posterior.observe(torch.optim.SGD(posterior.parameters(), lr=0.1))

@@ -76,12 +76,10 @@ def test_the_exact_metrics_lie_within_the_bounds(bits, prevalence, kind):
     score_in, score_ood = score[~ood], score[ood]
     histogram = metrics.ScoreHistogram.empty(bits).update(score_in, score_ood)
     exact = {
-        "auroc": metrics.auroc(score_in, score_ood),
-        "aupr": metrics.aupr(score_in, score_ood),
-        "aupr_in": metrics.aupr_in(score_in, score_ood),
-        "fpr95": metrics.fpr95(score_in, score_ood),
+        "auroc": metrics.auroc(score_in, score_ood), "aupr": metrics.aupr(score_in, score_ood),
+        "aupr_in": metrics.aupr_in(score_in, score_ood), "fpr95": metrics.fpr95(score_in, score_ood),
         "fpr95_in": metrics.fpr95_in(score_in, score_ood),
-    }
+    }  # fmt: skip
     for name, value in exact.items():
         bounded = getattr(histogram, name)()
         assert bounded.lower - 1e-12 <= value <= bounded.upper + 1e-12, name

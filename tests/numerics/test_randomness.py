@@ -9,12 +9,7 @@ from dissensus.data.image_arithmetic import Draws, image_keys
 from dissensus.kernels.weight_cache import _CastCacheMode
 from dissensus.methods.parts.repulsion import normal_from_step
 from dissensus.numerics.hashing import WEYL, as_signed, mix_bits, shift_right
-from dissensus.numerics.randomness import (
-    RandomnessDetector,
-    next_seed,
-    own_generator,
-    preserve_random_state,
-)
+from dissensus.numerics.randomness import RandomnessDetector, next_seed, own_generator, preserve_random_state
 
 CPU = torch.device("cpu")
 
@@ -101,13 +96,9 @@ def test_vmap_gives_each_row_its_own_bits() -> None:
 def test_steps_and_images_have_the_numbers_they_always_had() -> None:
     noise = normal_from_step(torch.zeros(3, 2, dtype=torch.float64), torch.tensor(3))
     known = [
-        1.3636668920516968,
-        0.0416016653180122,
-        -1.9225530624389648,
-        -2.5790839195251465,
-        1.5061448812484741,
+        1.3636668920516968, 0.0416016653180122, -1.9225530624389648, -2.5790839195251465, 1.5061448812484741,
         0.5193658471107483,
-    ]
+    ]  # fmt: skip
     torch.testing.assert_close(noise.flatten(), torch.tensor(known, dtype=torch.float64), rtol=0, atol=1e-5)
     uniform = Draws(image_keys(5, 2, torch.arange(4))).uniform(1, 3)
     torch.testing.assert_close(uniform.sum().item(), 5.717126131876382, rtol=0, atol=1e-12)

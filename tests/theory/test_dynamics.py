@@ -17,9 +17,8 @@ ONE, SIGN = Modulation.constant(1.0), Modulation.sign()
 GENERATOR = torch.Generator().manual_seed(3)
 X, POINTS = (torch.randn(n, 4, generator=GENERATOR, dtype=torch.float64) for n in (6, 3))
 Y = torch.randn(6, 1, generator=GENERATOR, dtype=torch.float64)
-KERNELS = partial(
-    theory.embedded_kernels, depth=2, activation="relu", u=Modulation.normal(0.6, 0.8), v=ONE, weight_variance=2.0
-)
+LAW = {"depth": 2, "activation": "relu", "u": Modulation.normal(0.6, 0.8), "v": ONE, "weight_variance": 2.0}
+KERNELS = partial(theory.embedded_kernels, **LAW)
 
 
 @pytest.mark.parametrize(("gamma", "descent"), thinned([1.0, 4.0], ["steps", "flow"], every=2))

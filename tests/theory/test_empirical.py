@@ -157,9 +157,8 @@ def off_unit(norm):
 
 
 def sequence(layer, run):
-    return tiny.Network(
-        lambda self, x: self.last(run(self.layer, x.view(len(x), 2, 2))), layer=layer, last=nn.Linear(2, 2)
-    )
+    layers = {"layer": layer, "last": nn.Linear(2, 2)}
+    return tiny.Network(lambda self, x: self.last(run(self.layer, x.view(len(x), 2, 2))), **layers)
 
 
 def layer_under_two_names():

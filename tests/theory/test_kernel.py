@@ -97,9 +97,8 @@ def test_a_network_without_modulations_is_one_member():
     layers = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 1, bias=False))
     found = theory.kernel(layers, x, y, weight_variance=1.5, bias_variance=0.2)
     one = Modulation.constant(1.0)
-    embedded = theory.embedded_kernels(
-        x, y, depth=2, activation="relu", u=one, v=one, weight_variance=1.5, bias_variance=0.2
-    )
+    law = {"activation": "relu", "weight_variance": 1.5, "bias_variance": 0.2}
+    embedded = theory.embedded_kernels(x, y, depth=2, u=one, v=one, **law)
     assert torch.allclose(found.nngp, embedded.gp_same, atol=1e-12)
     assert torch.allclose(found.ntk, embedded.common_same, atol=1e-12)
 
@@ -107,9 +106,8 @@ def test_a_network_without_modulations_is_one_member():
 def test_blocks_within_a_budget_give_the_same():
     x = torch.randn(5, 3, 4, 6, dtype=torch.float64)
     pool = network("conv-pool", "relu")
-    whole, parts = (
-        theory.kernel(pool, x, x[:3], weight_variance=2.0, memory=memory) for memory in (2**31, 8 * 8 * 24**2 * 4)
-    )
+    sizes = (2**31, 8 * 8 * 24**2 * 4)
+    whole, parts = (theory.kernel(pool, x, x[:3], weight_variance=2.0, memory=memory) for memory in sizes)
     assert torch.allclose(whole.ntk, parts.ntk, atol=1e-12)
     assert torch.allclose(whole.nngp, parts.nngp, atol=1e-12)
     with pytest.raises(ValueError, match=r"expected covariances .* within 0.977 KiB, got 36 KiB; use smaller images"):

@@ -223,22 +223,16 @@ def test_a_frozen_batch_norm_is_measured_with_the_statistics_that_it_trains_with
         if frozen:
             net[1].requires_grad_(False)
         else:
-            net[1] = Fixed(net[1])
+            net[1] = fixed(net[1])
         posterior = ds.BatchEnsemble(net, members=3, modulation=LAWS["normal"], likelihood=ds.Regression(1.0))
         found = theory.regime(posterior, inputs(5))
         return found.rate, found.correlation
 
-    class Fixed(nn.Module):
+    def fixed(norm):
         """The same in eval mode, written out."""
-
-        def __init__(self, norm):
-            super().__init__()
-            scale = norm.weight.detach() / (norm.running_var + norm.eps).sqrt()
-            self.register_buffer("scale", scale)
-            self.register_buffer("shift", norm.bias.detach() - norm.running_mean * scale)
-
-        def forward(self, x):
-            return x * self.scale + self.shift
+        scale = norm.weight.detach() / (norm.running_var + norm.eps).sqrt()
+        shift = norm.bias.detach() - norm.running_mean * scale
+        return tiny.Network(lambda self, x: x * self.scale + self.shift, scale=scale, shift=shift)
 
     assert rate(frozen=True) == pytest.approx(rate(frozen=False), rel=1e-3)
 
@@ -418,24 +412,20 @@ def test_a_chain_that_is_cut_in_part_is_that_of_the_analytic_kernels():
     assert found.overlap == pytest.approx(float(exact.common_cross / exact.common_same), abs=1e-12)
 
 
-class Added(nn.Module):
+def added(network, x):
     """x + branch(x) around the last layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
-
-    def forward(self, x):
-        hidden = torch.relu(self.a(x))
-        return hidden + self.b(hidden)
+    hidden = torch.relu(network.a(x))
+    return hidden + network.b(hidden)
 
 
-class Sized(Added):
+def sized(network, x):
     """Asks for values: cannot be followed."""
+    hidden = torch.relu(network.a(x))
+    return network.b(hidden) if hidden.sum() > 0 else hidden
 
-    def forward(self, x):
-        hidden = torch.relu(self.a(x))
-        return self.b(hidden) if hidden.sum() > 0 else hidden
+
+def two_layers(forward):
+    return tiny.Network(forward, a=nn.Linear(20, 20), b=nn.Linear(20, 20))
 
 
 @pytest.mark.parametrize(
@@ -444,8 +434,8 @@ class Sized(Added):
         (lambda: cnn(nn.AdaptiveAvgPool2d(1)), {"modulation": SIGNS, "layers": ["0", "2"]}),
         (lambda: ds.nets.ConvNet(3, 10, size=8), {"modulation": SIGNS, "layers": ["features.*"]}),
         (lambda: mlp(activation="tanh"), {"modulation": AROUND}),
-        (Added, {"modulation": SIGNS}),
-        (Sized, {"modulation": SIGNS}),
+        (lambda: two_layers(added), {"modulation": SIGNS}),
+        (lambda: two_layers(sized), {"modulation": SIGNS}),
         (lambda: nn.TransformerEncoderLayer(20, 2, 16), {"modulation": SIGNS}),
     ],
     ids=["pooled", "written forward", "tanh", "residual", "not followed", "attention"],
@@ -481,31 +471,25 @@ def all_pass(network, layers):
 def test_layers_beside_another_way_are_none_that_all_pass():
     beside = nn.Sequential(nn.Linear(4, 4), ds.nets.Residual(nn.Linear(4, 4)), nn.Linear(4, 4))
     assert all_pass(beside, ["0", "1.branch", "2"]) == {"0", "2"}
-    assert all_pass(Added(), ["a", "b"]) == {"a"}
+    assert all_pass(two_layers(added), ["a", "b"]) == {"a"}
     assert all_pass(nn.Linear(2, 2), [""]) == {""}
 
 
 @pytest.mark.parametrize(
     ("overlap", "correlation", "bound", "kind"),
     [
-        (0.1, 0.1, 0.9, "independent"),
-        (0.1, 0.1, 1.1, "between"),
-        (0.1, 0.4, 0.0, "between"),
-        (0.1, 0.2, 0.0, "between"),
-        (0.1, None, 0.0, "independent"),
-        (0.3, 0.1, 0.0, "between"),
-        (0.7, 0.1, 0.0, "collective"),
-        (None, 0.1, 0.0, None),
+        (0.1, 0.1, 0.9, "independent"), (0.1, 0.1, 1.1, "between"), (0.1, 0.4, 0.0, "between"),
+        (0.1, 0.2, 0.0, "between"), (0.1, None, 0.0, "independent"), (0.3, 0.1, 0.0, "between"),
+        (0.7, 0.1, 0.0, "collective"), (None, 0.1, 0.0, None),
     ],
-)
+)  # fmt: skip
 def test_the_line_is_as_documented(overlap, correlation, bound, kind):
     assert regime_kind(4, overlap, correlation, bound) == kind
 
 
 @pytest.mark.parametrize("members", often([16], [2, 4, 8]))
 @pytest.mark.parametrize(
-    "law",
-    often([SIGNS, AROUND, Modulation.between(0.3)], [Modulation.between(0.58), Modulation.normal(1, 0.1)]),
+    "law", often([SIGNS, AROUND, Modulation.between(0.3)], [Modulation.between(0.58), Modulation.normal(1, 0.1)])
 )
 def test_nothing_is_advised_against_what_auto_took(law, members):
     torch.manual_seed(0)

@@ -46,20 +46,13 @@ def whole(posterior, optimizer, scheduler=None):
     return copy.deepcopy([*states, torch.get_rng_state(), posterior.steps_before_run, posterior.steps_per_epoch])
 
 
-def same(a, b) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
-
-
-def refused(path, posterior, optimizer, reason, scheduler=None):
+def refused(path, posterior, reason, optimizer=None, scheduler=None):
+    optimizer = optimizer or Adam(posterior.parameters(), lr=0.01)
     before = whole(posterior, optimizer, scheduler)
     settings = {"optimizer": optimizer, "scheduler": scheduler, "checkpoint": path, "progress": False}
     message = rf"expected a checkpoint of this posterior in .*, got .* \(.*{reason}.*\); remove it"
     refuses(lambda: ds.fit(posterior, BATCHES, epochs=3, **settings), message)
-    assert same(before, whole(posterior, optimizer, scheduler))
+    assert tiny.same(before, whole(posterior, optimizer, scheduler))
 
 
 OTHERS = {
@@ -87,61 +80,51 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize(("build", "reason"), OTHERS.values(), ids=OTHERS)
 def test_a_checkpoint_of_another_posterior_is_refused_and_changes_nothing(build, reason, written):
-    posterior = build()
-    refused(written, posterior, Adam(posterior.parameters(), lr=0.01), reason)
+    refused(written, build(), reason)
 
 
 def test_a_checkpoint_of_a_float32_run_is_not_taken_by_float64(tmp_path):
     fit(ensemble().float(), tmp_path / "c.pt", loader=[(x.float(), y) for x, y in BATCHES])
-    posterior = ensemble()
-    refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), r"float32.*, not float64")
+    refused(tmp_path / "c.pt", ensemble(), r"float32.*, not float64")
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [(AdamW, Adam), (AdamW, SGD), (SGD, Adam)])
 def test_another_optimizers_checkpoint_is_refused(wrote, reads, tmp_path):
     fit(ensemble(), tmp_path / "c.pt", optimizer=partial(wrote, lr=0.01))
-    posterior = ensemble()
-    reason = f"optimizer {wrote.__name__}, not {reads.__name__}"
-    refused(tmp_path / "c.pt", posterior, reads(posterior.parameters(), lr=0.02), reason)
+    reason, posterior = f"optimizer {wrote.__name__}, not {reads.__name__}", ensemble()
+    refused(tmp_path / "c.pt", posterior, reason, reads(posterior.parameters(), lr=0.02))
 
 
 def test_settings_that_are_numpys_numbers_tell_runs_apart_too(tmp_path):
     def build(temperature):
-        return ds.NodeBNN(
-            nets(1)[0], data_size=np.int64(24), components=np.int64(2), prior_std=np.float32(0.5),
-            posterior_temperature=temperature,
-        )  # fmt: skip
+        settings = {"data_size": np.int64(24), "components": np.int64(2), "prior_std": np.float32(0.5)}
+        return ds.NodeBNN(nets(1)[0], posterior_temperature=temperature, **settings)
 
     fit(build(1.0), tmp_path / "c.pt", epochs=1)
-    posterior = build(6.0)
-    refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), "posterior_temperature 1.0, not 6.0")
+    refused(tmp_path / "c.pt", build(6.0), "posterior_temperature 1.0, not 6.0")
     assert len(fit(build(1.0), tmp_path / "c.pt", epochs=2)) == 2
 
 
 def test_an_optimizer_over_other_parameters_is_refused(written):
     posterior = ensemble()
-    backwards = Adam(reversed(list(posterior.parameters())), lr=0.01)
-    refused(written, posterior, backwards, "parameters float64")
-    refused(written, posterior, Adam(list(posterior.parameters())[:2], lr=0.01), "parameters")
+    parameters = list(posterior.parameters())
+    refused(written, posterior, "parameters float64", Adam(parameters[::-1], lr=0.01))
+    refused(written, posterior, "parameters", Adam(parameters[:2], lr=0.01))
 
 
 def test_another_kind_of_schedule_is_refused(tmp_path):
     fit(ensemble(), tmp_path / "c.pt", scheduler=partial(lr_scheduler.StepLR, step_size=1))
     posterior = ensemble()
     optimizer = Adam(posterior.parameters(), lr=0.01)
-    refused(tmp_path / "c.pt", posterior, optimizer, "scheduler StepLR, not None")
+    refused(tmp_path / "c.pt", posterior, "scheduler StepLR, not None", optimizer)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, 3)
-    refused(tmp_path / "c.pt", posterior, optimizer, "scheduler StepLR, not CosineAnnealingLR", cosine)
+    refused(tmp_path / "c.pt", posterior, "scheduler StepLR, not CosineAnnealingLR", optimizer, cosine)
 
 
 def test_a_run_watched_by_other_methods_is_refused(tmp_path):
     fit(ds.track(nets(1)[0], [ds.MAP, partial(ds.SWAG, rank=2)]), tmp_path / "c.pt")
-    for methods, reason in (
-        ([ds.MAP, ds.TRADI], "swag, not tradi"),
-        ([ds.MAP, partial(ds.SWAG, rank=3)], "rank 2, not 3"),
-    ):
-        posterior = ds.track(nets(1)[0], methods)
-        refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), reason)
+    for method, reason in ((ds.TRADI, "swag, not tradi"), (partial(ds.SWAG, rank=3), "rank 2, not 3")):
+        refused(tmp_path / "c.pt", ds.track(nets(1)[0], [ds.MAP, method]), reason)
 
 
 @pytest.mark.parametrize("damage", ["tensor", "optimizer", "history", "best", "random", "missing"])
@@ -162,8 +145,7 @@ def test_a_damaged_checkpoint_changes_nothing(damage, written, tmp_path):
     else:
         del state["scheduler"]
     torch.save(state, path)
-    posterior = ensemble()
-    refused(path, posterior, Adam(posterior.parameters(), lr=0.01), "")
+    refused(path, ensemble(), "")
 
 
 def test_what_fails_on_the_way_in_is_taken_back(written, monkeypatch):
@@ -178,7 +160,7 @@ def test_what_fails_on_the_way_in_is_taken_back(written, monkeypatch):
             raise RuntimeError("no room")
 
     monkeypatch.setattr(optimizer, "load_state_dict", breaks_once)
-    refused(written, posterior, optimizer, "no room")
+    refused(written, posterior, "no room", optimizer)
     assert len(calls) == 2
 
 
@@ -224,10 +206,8 @@ def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
         fit(ensemble(), tmp_path / "c.pt", optimizer=partial(Adam, lr=0.01), scheduler=steps(1), epochs=3)
     assert not caplog.messages
     with caplog.at_level(logging.WARNING, "dissensus"):
-        fit(
-            ensemble(), tmp_path / "c.pt", optimizer=partial(Adam, lr=0.3, weight_decay=0.1), scheduler=steps(5),
-            epochs=4,
-        )  # fmt: skip
+        other = partial(Adam, lr=0.3, weight_decay=0.1)
+        fit(ensemble(), tmp_path / "c.pt", optimizer=other, scheduler=steps(5), epochs=4)
     text = " ".join(caplog.messages)
     assert "Adam lr = 0.01 from its checkpoint, not the 0.3 given now" in text
     assert "weight_decay = 0 from its checkpoint, not the 0.1" in text
@@ -243,10 +223,6 @@ def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
     assert not caplog.messages
 
 
-class Killed(Exception):
-    pass
-
-
 def seeded_loader():
     return DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
 
@@ -258,9 +234,8 @@ def sampler_with_generator():
 
 def augmented():
     images = X[:, :, None, None].expand(-1, -1, 6, 6).clone()
-    return ds.data.Batches(
-        images, Y, batch_size=8, shuffle=True, seed=0, augment=ds.data.Augmentation(padding=1, cutout=2, seed=4)
-    )
+    augmentation = ds.data.Augmentation(padding=1, cutout=2, seed=4)
+    return ds.data.Batches(images, Y, batch_size=8, shuffle=True, seed=0, augment=augmentation)
 
 
 LOADERS = {
@@ -282,13 +257,13 @@ def test_a_killed_run_goes_on_with_the_batches_it_would_have_had(make, kill, tmp
 
         def kill_it(epoch):
             if epoch.epoch == after:
-                raise Killed
+                raise tiny.Killed
 
         history = fit(posterior, checkpoint, optimizer=partial(SGD, lr=0.1), loader=make(), epochs=5, callback=kill_it)
         return tiny.state(posterior), [epoch.loss for epoch in history.epochs]
 
     expected, losses = run()
-    with pytest.raises(Killed):
+    with pytest.raises(tiny.Killed):
         run(tmp_path / "c.pt", after=kill)
     found, again = run(tmp_path / "c.pt")
     assert again == losses
@@ -325,7 +300,7 @@ def terminated(monkeypatch):
     """A handler of the caller's own, in place of the end of the process."""
 
     def end(number, frame):
-        raise Killed
+        raise tiny.Killed
 
     before = signal.signal(signal.SIGTERM, end)
     yield
@@ -360,7 +335,7 @@ def test_a_run_that_is_told_to_end_goes_on_within_the_epoch(loader, accumulate, 
     make = LOADERS[loader]
     expected, losses = run(make, accumulate=accumulate)
     for at in (2, 3):  # in the first epoch, and in what that run has left
-        with pytest.raises(Killed):
+        with pytest.raises(tiny.Killed):
             run(make, tmp_path / "c.pt", at=at, accumulate=accumulate)
     assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
     found, again = run(make, tmp_path / "c.pt", accumulate=accumulate)
@@ -387,6 +362,6 @@ class Unmeasured:
 
 def test_a_loader_that_does_not_know_its_length_is_left_without_a_part(terminated, tmp_path):
     """Of the first epoch: how long the run is, is not known yet."""
-    with pytest.raises(Killed):
+    with pytest.raises(tiny.Killed):
         run(Unmeasured, tmp_path / "c.pt", at=2)
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dissensus as ds
 import tiny
@@ -58,9 +58,8 @@ def test_the_score_is_the_mixtures_negative_log_likelihood():
     expected = -float(posterior.predict(x[:10]).log_prob(y[:10]).mean())
     assert validation_nll(posterior, [(x, y, weight)]) == pytest.approx(expected, abs=1e-12)
     posterior.temperature.fill_(3.0)
-    assert validation_nll(posterior, [(x, y)]) == pytest.approx(
-        -float(posterior.predict(x).log_prob(y).mean()), abs=1e-12
-    )
+    nll = -float(posterior.predict(x).log_prob(y).mean())
+    assert validation_nll(posterior, [(x, y)]) == pytest.approx(nll, abs=1e-12)
 
 
 def test_validation_of_pixels_weighs_images_and_skips_void():
@@ -136,9 +135,8 @@ def test_a_plateau_scheduler_sees_the_score_or_the_loss(validated):
     optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.0)
     validation = noisy_validation() if validated else None
-    history = ds.fit(
-        posterior, data(), epochs=8, optimizer=optimizer, scheduler=scheduler, validation=validation, **QUIET
-    )
+    settings = {"optimizer": optimizer, "scheduler": scheduler, "validation": validation}
+    history = ds.fit(posterior, data(), epochs=8, **settings, **QUIET)
     lr, best = 0.5, math.inf
     for epoch in history.epochs:
         assert epoch.lr == pytest.approx(lr)
@@ -155,10 +153,6 @@ def test_progress_off_a_terminal_is_a_line_for_the_first_epoch_and_the_last(caps
     assert all("loss " in line and "validation " in line for line in lines)
     ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, progress=False)
     assert capsys.readouterr() == ("", "")
-
-
-class Interrupted(Exception):
-    pass
 
 
 SCHEDULERS = {
@@ -188,7 +182,7 @@ def run(make, schedule, checkpoint=None, *, stop_after=None, epochs=6):
 
     def callback(epoch):
         if epoch.epoch == stop_after:
-            raise Interrupted
+            raise tiny.Killed
 
     history = ds.fit(
         posterior, loader, epochs=epochs, validation=validation, optimizer=optimizer, scheduler=schedule(optimizer),
@@ -208,7 +202,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(make, schedule, tmp_
     stream = torch.get_rng_state()
     checkpoint = tmp_path / "deep" / "checkpoint.pt"
     for stop_after in (1, 4):
-        with pytest.raises(Interrupted):
+        with pytest.raises(tiny.Killed):
             run(make, schedule, checkpoint, stop_after=stop_after)
     resumed, again = run(make, schedule, checkpoint)
     assert torch.equal(torch.get_rng_state(), stream)
@@ -281,16 +275,10 @@ def test_a_checkpoint_holds_no_code_and_one_that_cannot_be_written_is_an_os_erro
 
 
 def test_a_loader_may_not_know_its_length():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            x, y = tiny.points(6)
-            yield from zip(x, y, strict=True)
-
-    class Unsized:
-        def __iter__(self):
-            yield from data()
-
-    for loader in (DataLoader(Stream(), batch_size=2), Unsized()):
+    for loader in (
+        DataLoader(tiny.Stream(lambda: zip(*tiny.points(6), strict=True)), batch_size=2),
+        tiny.Unsized(data),
+    ):
         posterior = ds.MAP(tiny.mlp().double())
         told = []
         posterior.begin = lambda steps, epochs, done=0, told=told: told.append((steps, epochs, done))
@@ -333,9 +321,8 @@ def test_mixed_precision_comes_close(engine):
         posterior = ds.DeepEnsemble([tiny.mlp() for _ in range(3)])
         loader = [(x.float(), y) for x, y in data()]
         optimizer = SGD(posterior.parameters(), lr=0.1)
-        history = ds.fit(
-            posterior, loader, epochs=5, precision=precision, optimizer=optimizer, engine=engine, progress=False
-        )
+        settings = {"precision": precision, "optimizer": optimizer, "engine": engine, "progress": False}
+        history = ds.fit(posterior, loader, epochs=5, **settings)
         assert all(p.dtype == torch.float32 for p in posterior.parameters())
         losses.append([epoch.loss for epoch in history.epochs])
     assert losses[0] != losses[1]
@@ -518,9 +505,8 @@ def test_a_learned_noise_is_found_in_a_short_run():
     x = torch.randn(400, 1, generator=generator)
     y = x + 0.1 * torch.randn(400, 1, generator=generator)
     torch.manual_seed(0)
-    posterior = ds.DeepEnsemble(
-        [ds.nets.MLP(1, 1, hidden=(32,)) for _ in range(3)], likelihood=ds.Regression("learned")
-    )
+    networks = [ds.nets.MLP(1, 1, hidden=(32,)) for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks, likelihood=ds.Regression("learned"))
     ds.fit(posterior, ds.data.Batches(x, y, batch_size=50, shuffle=True, seed=0), epochs=30, progress=False)
     noise = posterior.particles.own_parameters()["likelihood.log_noise"].detach().exp()
     assert float(noise.max()) < 0.25
@@ -552,21 +538,16 @@ def test_a_data_size_that_an_epoch_does_not_have_is_warned_of_once(caplog):
             assert "data_size is 10, but an epoch has 32 examples: prior and KL weigh 3.2 times as much" in said[0]
 
 
-class FirstRuledOut(nn.Module):
+def first_ruled_out():
     """Logits of three classes, of which the first never is."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return torch.cat([torch.full_like(x[:, :1], -torch.inf), self.layer(x)], 1)
+    layers = {"pad": nn.ConstantPad1d((1, 0), -torch.inf), "layer": nn.Linear(4, 2)}
+    return tiny.Network(lambda self, x: self.pad(self.layer(x)), **layers)
 
 
 def test_validation_is_finite_where_a_class_is_ruled_out_at_examples_that_do_not_count():
     x, y = tiny.points()
     labels = torch.where(torch.arange(len(y)) < 2, 255, y.clamp(min=1))
-    posterior = ds.MAP(FirstRuledOut().double(), likelihood=ds.Classification(ignore_index=255))
+    posterior = ds.MAP(first_ruled_out().double(), likelihood=ds.Classification(ignore_index=255))
     history = ds.fit(posterior, [(x, labels)], epochs=2, validation=[(x, labels)], **QUIET)
     kept = labels != 255
     expected = -posterior.predict(x[kept]).log_prob(labels[kept]).mean()

@@ -28,11 +28,6 @@ def batches():
     return [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)]
 
 
-class Unsized:
-    def __iter__(self):
-        return iter(batches())
-
-
 def repelling(annealing, method=ds.WeightRDE):
     torch.manual_seed(0)
     return method([tiny.mlp() for _ in range(2)], data_size=12, annealing=annealing).double()
@@ -75,9 +70,9 @@ def test_a_resumed_second_run_is_annealed_as_if_it_had_not_been_interrupted(tmp_
 def test_a_run_of_unknown_length_does_not_take_the_length_of_the_one_before():
     posterior = repelling(Annealing("linear"))
     weights(posterior)
-    refuses(lambda: weights(posterior, Unsized()), "expected the length of the run for annealing, got none")
+    refuses(lambda: weights(posterior, tiny.Unsized(batches)), "expected the length of the run for annealing, got none")
     posterior.begin(STEPS, 4)  # the caller may know
-    assert weights(posterior, Unsized()) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert weights(posterior, tiny.Unsized(batches)) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 def test_the_default_schedule_of_a_run_that_is_made_longer_is_that_of_the_longer_run(tmp_path):

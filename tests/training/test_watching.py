@@ -259,27 +259,19 @@ def test_clipping_by_member_equals_clipping_each_network(as_one):
     assert apart > 1e-3 if as_one else apart < 1e-6  # torch divides by norm + 1e-6
 
 
-class Model(nn.Module):
-    """A trainer's model: an ensemble, and a layer of its own."""
-
-    def __init__(self, posterior):
-        super().__init__()
-        self.posterior, self.extra = posterior, nn.Linear(2, 1)
-
-
 def test_a_callback_clips_members_one_by_one_and_the_rest_as_one():
     posterior, (x, y) = ds.DeepEnsemble([network() for _ in range(3)]), tiny.points()
-    model = Model(posterior)
+    model = nn.ModuleDict({"posterior": posterior, "extra": nn.Linear(2, 1)})  # a trainer's
     watch = TrainerWatch()
     optimizer = sgd(model)
     watch.start_run(model, optimizer, steps=2, done=0, loader=None)
     watch.max_norm = 0.1
     for _ in range(2):
         optimizer.zero_grad()
-        (posterior.loss(x, y) + model.extra(torch.ones(2)).sum()).backward()
+        (posterior.loss(x, y) + model["extra"](torch.ones(2)).sum()).backward()
         watch.clip_ensembles()
         assert posterior.clip_grad_norm_(9.0).tolist() == pytest.approx([0.1] * 3)
-        assert float(nn.utils.get_total_norm(p.grad for p in model.extra.parameters())) == pytest.approx(0.1)
+        assert float(nn.utils.get_total_norm(p.grad for p in model["extra"].parameters())) == pytest.approx(0.1)
         optimizer.step()
     watch.end_run()
     assert watch.posteriors == [posterior]

@@ -1,36 +1,37 @@
 """Settings that must be numbers, wherever they are given, and settings under their former names."""
 
-import json
+import logging
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch._C import _functorch as functorch
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dispatch_mode_stack
 
+import dissensus
 import dissensus as ds
 import tiny
+from dissensus.core.member_runner import FallbackChain
 from dissensus.data import Batches
-from dissensus.storage.folder import CHECKSUM, METADATA, checksum
+from dissensus.utils import torch_private
 from dissensus.utils.checks import fraction, integer, number, one_of
+from dissensus.utils.torch_modes import eval_mode
+from dissensus.utils.torch_private import TorchStateGuard
 from refusals import refuses
 
 
 @pytest.mark.parametrize(
     ("method", "keyword", "value"),
     [
-        (ds.Laplace, "samples", "30"),
-        (ds.Laplace, "samples", 2.5),
-        (ds.MCDropout, "samples", "30"),
-        (ds.MCDropout, "samples", 2.5),
-        (ds.SWAG, "rank", 2.5),
-        (ds.SWAG, "start", 2.5),
-        (ds.SWAG, "every", "2"),
-        (ds.TRADI, "features", 2.5),
-        (ds.SnapshotEnsemble, "members", "3"),
+        (ds.Laplace, "samples", "30"), (ds.Laplace, "samples", 2.5), (ds.MCDropout, "samples", "30"),
+        (ds.MCDropout, "samples", 2.5), (ds.SWAG, "rank", 2.5), (ds.SWAG, "start", 2.5), (ds.SWAG, "every", "2"),
+        (ds.TRADI, "features", 2.5), (ds.SnapshotEnsemble, "members", "3"),
     ],
-)
+)  # fmt: skip
 def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
     told = rf"^expected {keyword} as a whole number, got {re.escape(repr(value))}; pass an int"
     refuses(lambda: method(tiny.mlp(dropout=0.1), **{keyword: value}), told, TypeError)
@@ -39,12 +40,10 @@ def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
 @pytest.mark.parametrize(
     ("method", "keyword"),
     [
-        (ds.MCDropout, "rate"),
-        (ds.SWAG, "posterior_temperature"),
-        (ds.TRADI, "bandwidth"),
+        (ds.MCDropout, "rate"), (ds.SWAG, "posterior_temperature"), (ds.TRADI, "bandwidth"),
         (ds.GaussianPerturbation, "noise"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_no_numbers_are_named(method, keyword):
     with pytest.raises(TypeError, match=f"^expected {keyword} as a number, got '0.5'; pass a float"):
         method(tiny.mlp(dropout=0.1), **{keyword: "0.5"})
@@ -94,36 +93,6 @@ def test_values_within_bounds_come_back():
     assert one_of("mode", "a", {"a": 1}) == "a"
 
 
-ROWS = [  # method, former settings, settings now
-    (ds.DropoutEnsemble, {"keep": 0.9}, {"rate": 0.1}),
-    (ds.DropoutEnsemble, {"keep": 0.7}, {"rate": 0.3}),
-    (ds.NodeBNN, {"gamma": 4.0, "rate": "curvature"}, {"posterior_temperature": 5.0, "lr": "curvature"}),
-    (ds.SWAG, {"scale": 0.25}, {"posterior_temperature": 0.25}),
-]
-NEEDED = {ds.NodeBNN: {"data_size": 12}}
-
-
-@pytest.mark.parametrize(("method", "former", "now"), ROWS)
-def test_a_file_with_former_names_loads(method, former, now, tmp_path):
-    posterior = method(ds.nets.MLP(2, 3, hidden=(4,)), **now, **NEEDED.get(method, {}))
-    if method is ds.SWAG:
-        ds.fit(posterior, [(torch.randn(12, 2), tiny.points()[1])] * 2, epochs=4, progress=False)
-    ds.refresh(posterior, [])
-    ds.save(posterior, tmp_path)
-    (path,) = tmp_path.glob("*.safetensors")
-    with safe_open(path, framework="pt") as file:
-        config = json.loads(file.metadata()[METADATA])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    del config[CHECKSUM]
-    assert now.items() <= config["arguments"].items()
-    config["arguments"] = {k: v for k, v in config["arguments"].items() if k not in now} | former
-    config[CHECKSUM] = checksum(config, tensors)
-    save_file(tensors, path, {METADATA: json.dumps(config)})
-    loaded = ds.load(tmp_path)
-    assert loaded.config() == posterior.config()
-    assert torch.equal(loaded.predict(torch.ones(3, 2)).mean, posterior.predict(torch.ones(3, 2)).mean)
-
-
 @pytest.mark.parametrize(("method", "former", "now"), ROWS)
 def test_a_former_keyword_is_an_error_that_names_the_new_one(method, former, now):
     for (old, value), new in zip(former.items(), now, strict=True):
@@ -131,3 +100,106 @@ def test_a_former_keyword_is_an_error_that_names_the_new_one(method, former, now
             TypeError, match=f"expected a keyword of {method.__name__}, one of .*, got '{old}'; pass {new}="
         ):
             method(ds.nets.MLP(2, 3, hidden=(4,)), **{old: value}, **NEEDED.get(method, {}))
+
+
+# ----------------------------------------------------------------------------------------------- private names of torch
+PRIVATE = re.compile(r"torch\._(C|functorch|dynamo|inductor)\b|torch\.utils\._python_dispatch|sys\._getframe")
+
+
+def test_no_other_module_uses_torchs_internals_or_the_frames_of_callers() -> None:
+    files = Path(dissensus.__file__).parent.rglob("*.py")
+    found = [file.name for file in files if PRIVATE.search(file.read_text()) and file.name != "torch_private.py"]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (torch.func.vmap, (True, True, True, True)),
+        (torch.func.grad, (True, False, True, False)),
+        (lambda function: function, (False, False, False, False)),
+    ],
+)
+def test_function_transforms_are_told_apart(transform, expected) -> None:
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(
+            (
+                torch_private.in_function_transform(), torch_private.in_vmap(), torch_private.is_transformed(x),
+                torch_private.has_vmap_axis(x),
+            )
+        )  # fmt: skip
+        return x.sum()
+
+    transform(function)(torch.ones(3))
+    assert found == [expected]
+
+
+def test_function_modes_do_not_see_what_is_hidden_from_them() -> None:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        with torch_private.unseen_by_function_modes():
+            torch.tensor([1.0])
+        assert seen == []
+        torch.tensor([1.0])
+    assert seen == [torch.tensor]
+
+
+def fail_halfway():
+    """As a graph whose operation between the beginning and the end of a vmap raises."""
+    functorch._vmap_increment_nesting(3, "error")
+    BaseTorchFunctionMode().__enter__()
+    BaseTorchDispatchMode().__enter__()
+    raise RuntimeError("halfway")
+
+
+def state():
+    modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    return functorch.get_dynamic_layer_stack_depth(), *modes, logging.getLogger("torch.onnx").level
+
+
+def test_a_failure_halfway_leaves_neither_levels_nor_modes_open():
+    before = state()
+    with TorchStateGuard("torch.onnx"):
+        assert logging.getLogger("torch.onnx").level == logging.CRITICAL
+    with pytest.raises(RuntimeError, match="halfway"), TorchStateGuard("torch.onnx"):
+        fail_halfway()
+    assert state() == before
+    nn.Linear(2, 2)
+
+
+def test_levels_and_modes_of_the_caller_stay():
+    def inside(x):
+        before = state()
+        with pytest.raises(RuntimeError, match="halfway"), TorchStateGuard():
+            fail_halfway()
+        assert state() == before
+        return 2 * x
+
+    with BaseTorchFunctionMode(), BaseTorchDispatchMode():
+        found = torch.func.vmap(inside)(torch.arange(3.0))
+    assert found.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_a_way_that_fails_halfway_leaves_torch_to_the_next_as_it_was():
+    before, said = state(), []
+    ways = FallbackChain(lambda name, reason: said.append((name, reason)), fast=fail_halfway, slow=lambda: state())
+    assert ways() == before
+    assert said == [("fast", "halfway")]
+
+
+def test_modes_come_back_one_by_one():
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)))
+    network[1][1].eval()
+    with eval_mode(network):
+        assert not any(module.training for module in network.modules())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), eval_mode(network):
+        network(torch.zeros(3, 5))
+    assert [module.training for module in network.modules()] == [True, True, True, True, False]

@@ -28,11 +28,9 @@ def test_a_long_epoch_says_where_it_is(capsys, clock):
         bar.step()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "map  epoch 1/2  batch 3/9",
-        "map  epoch 1/2  batch 6/9",
-        "map  epoch 1/2  batch 9/9",
+        "map  epoch 1/2  batch 3/9", "map  epoch 1/2  batch 6/9", "map  epoch 1/2  batch 9/9",
         "map  epoch 1/2  loss 1",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_terminal_without_rich_has_lines(capsys, monkeypatch):

@@ -12,13 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 import dissensus as ds
 import tiny
-from dissensus.utils.memory_layout import (
-    contiguous_strides,
-    copy_with_strides,
-    is_valid_layout,
-    strides_for_copy,
-    with_own_memory,
-)
+from dissensus.utils import memory_layout
 from dissensus.utils.tensor_tree import TensorPlaces, TensorTree, call_with_tensors, named_submodules, named_tensors
 from refusals import refuses
 
@@ -61,28 +55,23 @@ def test_a_posterior_whose_state_is_assigned_trains_what_it_was_given():
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
 
 
-class Tied(nn.Module):
+def with_two_names() -> nn.Module:
     """A layer under two names, a tied weight, a buffer that forward assigns anew, and one that it changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.again = nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + 1
         self.count.add_(1)
         return self.last(self.again(x)) + self.seen
 
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return tiny.Network(forward, first=first, again=first, last=last, seen=torch.zeros(()), count=torch.zeros(()))
+
 
 def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_was_there():
-    network, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
-    assert [name for name, _ in named_submodules(network)] == [
-        f"{name}." if name else "" for name, _ in network.named_modules()
-    ]
+    network, x = with_two_names().double(), torch.randn(3, 4, dtype=torch.float64)
+    expected = [f"{name}." if name else "" for name, _ in network.named_modules()]
+    assert [name for name, _ in named_submodules(network)] == expected
     assert are_those_of(network)
     before = {name: (id(t), t.clone()) for name, t in network.state_dict(keep_vars=True).items()}
     mine, others = ({n: torch.randn_like(t) for n, t in tensors.items()} for tensors in named_tensors(network))
@@ -102,7 +91,7 @@ def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_
 
 def test_a_network_that_assigns_its_buffers_predicts_the_same_every_time_and_keeps_them():
     torch.manual_seed(0)
-    network, x = Tied(), torch.randn(3, 4)
+    network, x = with_two_names(), torch.randn(3, 4)
     seen, posterior = network.seen, ds.MAP(network)
     first, second = (posterior.predict(x).member_means for _ in range(2))
     assert torch.equal(first, second)
@@ -236,7 +225,7 @@ LYING = {
 @pytest.mark.parametrize("name", LYING)
 def test_a_copy_lies_as_the_tensor_does_in_memory_of_its_own(name):
     tensor = LYING[name]
-    copy = copy_with_strides(tensor.contiguous(), strides_for_copy(tensor))
+    copy = memory_layout.copy_with_strides(tensor.contiguous(), memory_layout.strides_for_copy(tensor))
     assert torch.equal(copy, tensor)
     assert copy.stride() == tensor.stride()
     assert not tensor.numel() or copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -244,22 +233,22 @@ def test_a_copy_lies_as_the_tensor_does_in_memory_of_its_own(name):
 
 @pytest.mark.parametrize("tensor", [FLAT[:3].expand(4, 3), FLAT.view(20, 12)[::9, ::9]], ids=["overlaps", "far apart"])
 def test_what_overlaps_or_lies_far_apart_has_a_dense_twin(tensor):
-    strides = strides_for_copy(tensor)
+    strides = memory_layout.strides_for_copy(tensor)
     assert strides == tensor.clone().stride()
-    assert torch.equal(copy_with_strides(tensor, strides), tensor)
+    assert torch.equal(memory_layout.copy_with_strides(tensor, strides), tensor)
 
 
 @pytest.mark.parametrize("name", LYING)
 def test_owned_memory_is_contiguous_and_nobody_elses(name):
-    tensor = with_own_memory(LYING[name])
+    tensor = memory_layout.with_own_memory(LYING[name])
     assert torch.equal(tensor, LYING[name])
-    assert tensor.stride() == contiguous_strides(tensor.shape)
+    assert tensor.stride() == memory_layout.contiguous_strides(tensor.shape)
     assert tensor.untyped_storage().nbytes() == 8 * tensor.numel()
 
 
 def test_what_has_memory_of_its_own_is_not_copied():
     tensor = torch.zeros(3, 4)
-    assert with_own_memory(tensor) is tensor
+    assert memory_layout.with_own_memory(tensor) is tensor
 
 
 @pytest.mark.parametrize(
@@ -267,7 +256,7 @@ def test_what_has_memory_of_its_own_is_not_copied():
     [((4, 3), (0, 1)), ((4, 3), (1, 1)), ((4, 3), (2, 1)), ((2,), (10**9,)), ((2, 2), (10**15, 1))],
 )
 def test_strides_that_overlap_or_take_far_too_much_memory_do_not_fit(shape, strides):
-    assert not is_valid_layout(shape, strides)
+    assert not memory_layout.is_valid_layout(shape, strides)
 
 
 def test_nodes_that_come_or_go_are_seen_and_a_tree_is_deleted_at_once():

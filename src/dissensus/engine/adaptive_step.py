@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.engine.break_even import BreakEven, known_pace, may_pay
+from dissensus.engine.break_even import MANY, BreakEven, known_pace, may_pay
 from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import UNMEASURED
 from dissensus.engine.strategies import (
@@ -17,8 +17,6 @@ from dissensus.engine.strategies import (
     plain_plan,
 )  # fmt: skip
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
-
-MANY = 500  # batches for which cuDNN may time its algorithms, where nothing else is timed
 
 
 class AdaptiveStep:
@@ -113,8 +111,8 @@ class AdaptiveStep:
 
     def _settle(self, way: BreakEven) -> None:
         """Keeps the faster way, and goes on to the next."""
-        if way.prepared_at is not None and way.pace.saves:
-            self.prepared = f" (since batch {way.prepared_at}: {way.pace})"
+        if way.prepared_at is not None and (way.by_count or way.pace.saves):
+            self.prepared = f" (since batch {way.prepared_at}{'' if way.by_count else f': {way.pace}'})"
         elif way.prepared_at is not None and self.plan is not self.before:
             self._use(self.before)
         self.ways.pop(0)

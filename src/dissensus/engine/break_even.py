@@ -6,11 +6,15 @@ A run begins plainly. The fast way, a CUDA graph or compiled code, is prepared o
 
 If nobody knows how many calls are left, as many are expected as there have been: the run then takes at most about twice the
 time of the better choice. Share and preparation are estimated until a run has measured them; the posterior keeps what was
-measured for its next run on batches of this shape.
+measured for its next run on batches of this shape. Times differ from run to run: where runs must be equal to the last bit,
+the number of calls decides.
 """
 
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -28,6 +32,7 @@ MEASURED = 3  # the call that is measured: those before it load libraries and ma
 LOADING = 0.4  # seconds for the kernels of fused layers, once per process
 TIMED, TIMING = 0.08, 1.5  # share saved, and seconds taken, by cuDNN's timing its algorithms
 SAVED_BY_COMPILING, COMPILING = 1 / 3, 60.0
+FEW, MANY = 5, 500  # calls from which a graph pays, and timing algorithms, where the number of calls decides
 SLOWEST = 5.0  # seconds of a plain call: longer ones are not expected
 
 
@@ -91,6 +96,25 @@ def may_pay(pace: Pace, count: int | None) -> bool:
     return count is None or pays(count * SLOWEST, *pace.expected())
 
 
+_where = threading.local()
+
+
+@contextmanager
+def decide_by_count() -> Iterator[None]:
+    """Inside, the number of calls decides, and no time: equal runs are then equal to the last bit."""
+    before, _where.by_count = getattr(_where, "by_count", False), True
+    try:
+        yield
+    finally:
+        _where.by_count = before
+
+
+def decides_by_count() -> bool:
+    """Whether times may decide nothing: in that context, and where torch shall be deterministic."""
+    deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    return deterministic or getattr(_where, "by_count", False)
+
+
 class BreakEven:
     """Follows the calls of a run, measures them, and says when to prepare the fast way.
 
@@ -101,6 +125,7 @@ class BreakEven:
 
     def __init__(self, pace: Pace, device: torch.device, count: int | None, *, first: int = 0) -> None:
         self.pace, self.device, self.count, self.first = pace, device, count, first
+        self.by_count = decides_by_count() and not pace.compiles
         self.calls = 0  # so far
         self.stage = "plain"  # then "preparing", "measuring", "settled"
         self.start = 0.0
@@ -118,10 +143,11 @@ class BreakEven:
     def begin_call(self) -> bool:
         """Call it before each call until all is settled; returns whether to prepare the fast way now."""
         self.calls += 1
-        prepares = self.stage == "plain" and self.pace.plain is not None and self._pays_now()
+        known = self.by_count or self.pace.plain is not None
+        prepares = self.stage == "plain" and known and self._pays_now()
         if prepares:
             self.stage, self.prepared_at = "preparing", self.calls
-        if self.stage in ("preparing", "measuring") or self.calls == MEASURED:
+        if self.stage in ("preparing", "measuring") or (self.calls == MEASURED and not self.by_count):
             self._wait()
             self.start = perf_counter()
         return prepares
@@ -129,12 +155,12 @@ class BreakEven:
     def end_call(self, *, fast: bool) -> None:
         """Call it after each; `fast`: whether the fast way is ready, so that the next call is one."""
         pace = self.pace
-        if self.stage == "plain" and self.calls == MEASURED and pace.plain is None:
+        if self.stage == "plain" and self.calls == MEASURED and pace.plain is None and not self.by_count:
             pace.launched, pace.plain = self._stop()
         elif self.stage == "preparing" and fast:
             pace.preparation = self._stop()[1]  # of the last call, which captured; those before it warmed up
             _loaded.add("fused layers")
-            self.stage = "measuring"
+            self.stage = "settled" if self.by_count else "measuring"
         elif self.stage == "measuring":
             pace.fast = self._stop()[1]
             self.settle()
@@ -149,9 +175,13 @@ class BreakEven:
     @property
     def times_convolutions(self) -> bool:
         """Whether cuDNN may time its algorithms for the fast way."""
+        if self.by_count:
+            return self.count is not None and self.count >= MANY
         return pays((1 - self.pace.expected()[0]) * self.seconds_left, TIMED, TIMING)
 
     def _pays_now(self) -> bool:
+        if self.by_count:
+            return self.calls > 1 and (self.count is None or self.count >= FEW)
         if self.calls <= self.first:
             return False
         if pays(self.seconds_left, *self.pace.expected()):

@@ -442,7 +442,7 @@ class CapturedFunction(CapturedCalls):
                 self._capture_graph(key, x, way)
             found = self._run(key, x)
             way.end_call(fast=key in self.graphs)
-            if way.settled and not way.pace.saves:
+            if way.settled and not (way.by_count or way.pace.saves):
                 self.graphs.pop(key, None)
             return found
 

@@ -70,9 +70,8 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
         "test/score/max_probability": metrics.max_probability_score(log_p),
         "ood/far/score/max_probability": foreign,
     }
-    keys = (
-        "accuracy", "nll", "brier", "ece", "aurc", *(f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in")),
-    )  # fmt: skip
+    foreign_keys = (f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in"))
+    keys = ("accuracy", "nll", "brier", "ece", "aurc", *foreign_keys)
     given = Evaluation("classification", dict.fromkeys(keys, 0.0), arrays, "max_probability", ("far",))
     weights = [resample_counts(n, 5, generator) for n in (80, 50)]
     found = {}
@@ -342,11 +341,9 @@ def test_an_interval_holds_zero_exactly_where_p_is_not_below():
         size = 10 ** draw.uniform(-4, 2)
         one = draw.random() < 0.2
         found = Spread(
-            0.0 if one else size * draw.random(),
-            0 if one else draw.randint(1, 12),
-            draw.choice([1e-3 if one else 0.0, draw.random()]) * size,
-            draw.choice([2, 3, 10, 400, 5000]),
-        )
+            0.0 if one else size * draw.random(), 0 if one else draw.randint(1, 12),
+            draw.choice([1e-3 if one else 0.0, draw.random()]) * size, draw.choice([2, 3, 10, 400, 5000]),
+        )  # fmt: skip
         level = draw.choice([0.5, 0.9, 0.95, 0.99, 0.9995])
         # half of the means at the edge itself, where rounding would show
         mean = found.half_width(level) * draw.choice([1 + 1e-7, 1 - 1e-7, draw.expovariate(1)]) * draw.choice([-1, 1])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.bench.report.html_report import report_content
 from dissensus.bench.report.measures import measures
 from dissensus.bench.report.prose import question_sentences
 from dissensus.bench.report.published_numbers import (
@@ -16,6 +17,7 @@ from dissensus.bench.report.published_numbers import (
     reference_sentences,
     reference_table,
 )
+from dissensus.bench.report.recommendation import recommend
 from dissensus.bench.report.report_figures import guarantee_section
 from dissensus.bench.report.results import (
     CRITERION,
@@ -29,6 +31,7 @@ from dissensus.bench.report.results import (
     table_rows,
     table_text,
 )
+from dissensus.bench.report.tables import measures_and_draws
 from dissensus.bench.run.evaluate_run import with_choice
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.task.config import load_task
@@ -129,9 +132,8 @@ def test_the_choice_is_made_on_validation_rows_whatever_the_test_says():
 
 
 def test_equal_values_choose_the_smallest_and_one_value_is_no_sweep():
-    found = swept(
-        {"forde": [0.5], "forde-a": [0.5], "forde-b": [0.5]}, dict.fromkeys(("forde", "forde-a", "forde-b"), 0.1)
-    )
+    names = ("forde", "forde-a", "forde-b")
+    found = swept({name: [0.5] for name in names}, dict.fromkeys(names, 0.1))
     assert sweep_of(found).chosen == "forde"
     assert sweep_of(results({"forde": [evaluation(rmse=1.0)]}, sweep=SettingSweep("alpha", {"forde": 0.0}))) is None
 
@@ -157,27 +159,15 @@ def test_what_is_chosen_by_is_measured_on_validation_rows():
     correct = torch.zeros_like(bins)
     correct[0, 0, 14] = 3.0
     counts = CorruptedCounts(
-        types=("fog",),
-        severities=(1,),
-        nll=torch.full((1, 1), 2.0, dtype=torch.float64),
-        counts=bins,
-        confidence=bins,
-        correct=correct,
-        clean=torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64),
-        example_accuracy=torch.ones(4),
-        example_nll=torch.ones(4),
-        examples=torch.ones(3, 1, 1, 4),
-    )
+        types=("fog",), severities=(1,), nll=torch.full((1, 1), 2.0, dtype=torch.float64), counts=bins,
+        confidence=bins, correct=correct, clean=torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64),
+        example_accuracy=torch.ones(4), example_nll=torch.ones(4), examples=torch.ones(3, 1, 1, 4),
+    )  # fmt: skip
     found = with_choice(evaluation(rmse=1.0), counts).metrics
     assert found == {
-        "rmse": 1.0,
-        "validation/accuracy": 1.0,
-        "validation/nll": 0.25,
-        "validation/ece": 0.0,
-        "validation/corrupt/accuracy": 0.75,
-        "validation/corrupt/nll": 0.5,
-        "validation/corrupt/ece": 0.25,
-    }
+        "rmse": 1.0, "validation/accuracy": 1.0, "validation/nll": 0.25, "validation/ece": 0.0,
+        "validation/corrupt/accuracy": 0.75, "validation/corrupt/nll": 0.5, "validation/corrupt/ece": 0.25,
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- results.csv
@@ -271,12 +261,9 @@ def test_every_pair_is_looked_at_not_only_pairs_with_the_baseline():
     given = results_beside(reference, **{name: (0.9, value, 0.8) for name, value in nll.items()})
     listed = orderings(given, measures(given.methods["map"][0]))
     assert [(each.ahead, each.behind, each.gap > 0) for each in listed] == [
-        ("deep_ensemble", "swag", True),
-        ("deep_ensemble", "tradi", True),
-        ("deep_ensemble", "mc_dropout", True),
-        ("swag", "tradi", False),
-        ("swag", "mc_dropout", False),
-    ]
+        ("deep_ensemble", "swag", True), ("deep_ensemble", "tradi", True), ("deep_ensemble", "mc_dropout", True),
+        ("swag", "tradi", False), ("swag", "mc_dropout", False),
+    ]  # fmt: skip
     said = reference_sentences(given, measures(given.methods["map"][0]))
     assert said[0] == "2 of 5 orderings of two methods are not as published."
     assert ["swag is ahead of" in each for each in said] == [False, True, True]
@@ -367,11 +354,8 @@ def test_the_table_has_what_was_promised_and_what_came_of_it(evaluations):
     assert found["conformal/coverage"].best == 0.8
     assert found["conformal/coverage"].samples == (("test/conformal/covered",),)
     assert {
-        "conformal/size",
-        "conformal/hard/coverage",
-        "corrupt/conformal/coverage",
-        "ood_gate/refused",
-    } <= found.keys()
+        "conformal/size", "conformal/hard/coverage", "corrupt/conformal/coverage", "ood_gate/refused",
+    } <= found.keys()  # fmt: skip
     assert found["conformal/size"].best is None  # empty sets are the smallest
     risk = found["selective/risk"]
     arrays = [evaluations["first"][0].arrays[name] for name in risk.samples[0]]
@@ -384,10 +368,8 @@ def test_curves_have_a_line_at_what_was_promised(evaluations):
     title, figures = guarantee_section(results, colours(["first"]))
     assert title == "Are promises kept?"
     assert [words for words, _ in figures] == [
-        "Coverage by difficulty: conformal",
-        "Coverage under corruption: conformal",
-        "Risk and acceptance: selective",
-    ]
+        "Coverage by difficulty: conformal", "Coverage under corruption: conformal", "Risk and acceptance: selective",
+    ]  # fmt: skip
     for (_, figure), height in zip(figures, (0.8, 0.8, 0.2), strict=True):
         lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
         assert any(set(line.get_ydata()) == {height} for line in lines.values())
@@ -396,3 +378,85 @@ def test_curves_have_a_line_at_what_was_promised(evaluations):
 def test_without_promises_there_is_no_section(evaluations):
     plain = {"first": [ds.Evaluation("classification", {"accuracy": 1.0}, {}, "max_probability")]}
     assert guarantee_section(Results("", "", plain, {"first": [{}]}), colours(["first"])) is None
+
+
+# ------------------------------------------------------------------------------------------------- which method to take
+TARGET = torch.arange(400) % 4
+NOISE = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NOISE = (NOISE - NOISE.mean()) / NOISE.std()
+
+
+def better_by(lower: float, *, noise: float = 0.1, accuracy: float = 0.9, cost: float = 1.0) -> Evaluation:
+    """NLL below 1 by `lower` on average; `noise`: standard deviation over examples of that difference."""
+    nll = 1.0 + 0.3 * NOISE.roll(7) - lower + noise * NOISE * (lower != 0)
+    correct = (torch.arange(400) < 400 * accuracy).double()
+    costs = {"cost/train_seconds": 10 * cost, "cost/predict_ms": 0.2 * cost, "cost/memory_mb": 3 * cost}
+    arrays = {"test/nll": nll, "test/correct": correct, "test/target": TARGET}
+    return Evaluation("classification", {"nll": float(nll.mean()), "accuracy": accuracy, **costs}, arrays, "entropy")
+
+
+def results_of(seeds: int = 3, **others: Evaluation) -> Results:
+    return results_of_evaluations({name: [e] * seeds for name, e in {"map": better_by(0), **others}.items()}, "t")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "title"),
+    [
+        (results_of(good=better_by(0.2), less=better_by(0.1)), "good", "Take good"),  # a clear winner
+        (results_of(worse=better_by(-0.2)), "map", "None is better than map"),
+        (results_of(tie=better_by(0.005, noise=1.0)), "map", "None is better than map"),  # t = 0.1
+        (results_of(small=better_by(1e-4, noise=1e-5)), "map", "None is better than map"),  # surely, but by nothing
+        (results_of(guess=better_by(0.5, accuracy=0.25), good=better_by(0.2)), "good", "Take good"),  # near chance
+        (results_of(guess=better_by(0.5, accuracy=0.25), tie=better_by(0.005, noise=1.0)), "map", "None is better than map"),
+        (results_of(1, good=better_by(0.2)), "good", "Take good, on one seed"),
+        (results_of(1, worse=better_by(-0.2)), "map", "None is better than map, on one seed"),
+        (results_of(), None, ""),  # a single method
+    ],
+)  # fmt: skip
+def test_what_is_taken_is_better_in_a_paired_test_and_never_near_chance(given, taken, title):
+    found = recommend(given, measures_and_draws(given)[1])
+    assert (found.method, found.title) == (taken, title)
+    assert ("trained once" in found.sentences.get("How sure", "")) == ("on one seed" in title)
+
+
+def test_many_methods_need_a_stronger_difference():
+    """p = 0.03 for one method alone, after Holm's correction above 0.05 among four."""
+    near, dull = better_by(0.011, noise=0.1), {f"m{i}": better_by(-0.001 * i, noise=0.1) for i in (1, 2, 3)}
+    alone, among = results_of(1, near=near), results_of(1, near=near, **dull)
+    assert recommend(alone, measures_and_draws(alone)[1]).method == "near"
+    assert recommend(among, measures_and_draws(among)[1]).method == "map"
+
+
+def test_if_all_are_near_chance_none_is_taken_and_without_a_test_nothing_is_advised():
+    guesses = results_of_evaluations({n: better_by(0.1 * i, accuracy=0.25) for i, n in enumerate("ab")}, "t")
+    found = recommend(guesses, measures_and_draws(guesses)[1])
+    assert (found.method, found.title) == (None, "Take none: no method is better than a constant answer")
+    numbers = {n: {"nll": v, "accuracy": 0.9} for n, v in (("a", 1.0), ("b", 0.5))}
+    plain = {n: Evaluation("classification", each, {}, "entropy") for n, each in numbers.items()}
+    found = recommend(untested := results_of_evaluations(plain, "t"), measures_and_draws(untested)[1])
+    assert (found.method, found.table) == (None, None)
+    assert found.title.startswith("No advice")
+
+
+def test_the_answer_has_its_reason_its_price_and_a_row_for_every_method():
+    given = results_of(good=better_by(0.2, accuracy=0.95, cost=5), guess=better_by(0.5, accuracy=0.25))
+    advice = report_content(given, with_figures=False)["advice"]
+    assert advice.featured == ["good", "map"]
+    assert advice.sentences["Why"].startswith("good has Accuracy 95.0 against 90.0 %, NLL 0.80")
+    assert "(paired test, p < 0.001)" in advice.sentences["Why"]
+    times = "(5.0 × map's)"
+    price = f"Training 50 s {times}; Prediction 1.0 ms per input {times}; Memory 15 MB {times}."
+    assert advice.sentences["Price"] == price
+    rows = {row.label: [cell.text for cell in row.cells] for row in advice.table.rows}
+    assert rows["map"][2:] == ["–", "–", "1.0 ×", "1.0 ×", "1.0 ×"]
+    assert rows["good"][3:] == ["p < 0.001", "5.0 ×", "5.0 ×", "5.0 ×"]
+    assert rows["guess"][3] == "near chance"
+    assert [row.cells[0].clear for row in advice.table.rows] == [False, True, False]
+
+
+def test_methods_of_runs_are_named_by_their_classes_and_others_as_given():
+    given = results_of_evaluations({n: better_by(0) for n in ("map", "node_bnn", "forde-small", "mine")}, "t")
+    assert list(given.with_class_names().methods) == list(given.methods)
+    for origins in given.origins.values():
+        origins[0]["task"] = "digits"
+    assert list(given.with_class_names().methods) == ["MAP", "NodeBNN", "FoRDE-small", "mine"]

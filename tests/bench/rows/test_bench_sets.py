@@ -14,11 +14,8 @@ from uci_files import write_uci_files
 def test_a_task_holds_out_validation_rows_and_standardises_by_training_rows_alone():
     data = task_data({"name": "two_moons", "count": 100, "validation": 0.2, "ood": ["far_ring"], "ood_rows": 30})
     assert (len(data.train.y), len(data.validation.y), len(data.test.y), len(data.ood["far_ring"].y)) == (
-        80,
-        20,
-        100,
-        30,
-    )
+        80, 20, 100, 30,
+    )  # fmt: skip
     seen = {tuple(row) for row in data.train.x.tolist()}
     assert not seen & {tuple(row) for row in [*data.validation.x.tolist(), *data.test.x.tolist()]}
     z = data.standardiser(data.train.x)
@@ -70,14 +67,9 @@ FOUR = [0, 1, 2, 3] * 5
 ])  # fmt: skip
 def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_path, settings, message):
     write_images(
-        tmp_path,
-        train=(8, FOUR),
-        test=(8, FOUR),
-        small=(6, FOUR),
-        five=(8, [0, 1, 4]),
-        negative=(8, [*FOUR, -1]),
+        tmp_path, train=(8, FOUR), test=(8, FOUR), small=(6, FOUR), five=(8, [0, 1, 4]), negative=(8, [*FOUR, -1]),
         empty=(8, []),
-    )
+    )  # fmt: skip
     files = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 0.2}
     refuses(lambda: task_data(files | settings, str(tmp_path)), message, (ValueError, FileNotFoundError))
 
@@ -180,9 +172,8 @@ def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
 
 def test_batches_repeat_with_torchs_generator_so_that_runs_can_go_on():
     data = task_data({"name": "digits", "train": 60, "validation": 10})
-    loader = standardised_batches(
-        data.train, data.standardiser, batch_size=16, shuffle=True, augment=AUGMENTATIONS["crop"]()
-    )
+    settings = {"batch_size": 16, "shuffle": True, "augment": AUGMENTATIONS["crop"]()}
+    loader = standardised_batches(data.train, data.standardiser, **settings)
     torch.manual_seed(3)
     state = torch.get_rng_state()
     first = [x for x, _ in loader]

@@ -147,8 +147,7 @@ def test_the_csv_holds_every_metric_in_full(benched):
 
 
 def test_a_run_measures_what_evaluate_measures(benched):
-    folder, _, _ = benched
-    run = Run.open(folder / "deep_ensemble-seed0")
+    run = Run.open(benched[0] / "deep_ensemble-seed0")
     stored = read_evaluation(run.folder)
     loaders = run.loader(run.data.test), {"far_ring": run.loader(run.data.ood["far_ring"])}
     direct = evaluate(ds.load(run.folder / "posterior"), loaders[0], ood=loaders[1], score="entropy")
@@ -163,8 +162,7 @@ def test_a_run_measures_what_evaluate_measures(benched):
 
 
 def test_seeds_differ_and_repeat(benched, tmp_path):
-    folder, _, _ = benched
-    first, second = (read_evaluation(folder / f"map-seed{i}").metrics["nll"] for i in (0, 1))
+    first, second = (read_evaluation(benched[0] / f"map-seed{i}").metrics["nll"] for i in (0, 1))
     assert first != second
     assert trained(moons(folder=tmp_path / "again", seed=1)).evaluate().metrics["nll"] == second
 
@@ -309,8 +307,7 @@ def test_valid_files_with_the_wrong_content_are_damage_too(benched, tmp_path):
 def test_settings_are_checked_before_anything_is_trained(tmp_path):
     for override, message in (("evaluation.corrupt=foq", "'fog'"), ("evaluation.score=entropi", "expected score of")):
         task = load_task("digits", size="smoke", overrides=[override])
-        with pytest.raises(ValueError, match=message):
-            jobs.bench(task, out=tmp_path)
+        refuses(functools.partial(jobs.bench, task, out=tmp_path), message)
     assert not list(tmp_path.glob("*/training.json"))
     patient = moons("swag", "training.patience=2", folder=tmp_path / "swag")
     refuses(patient.begin, "expected no training.patience for swag, which collects a trajectory")
@@ -438,12 +435,10 @@ def test_a_bench_of_several_networks_predicts_with_all_of_their_samples(tmp_path
 def test_a_number_of_networks_that_cannot_be_is_an_error_before_anything_is_written():
     for count in (0, -1):
         told = f"expected a number of at least 1 for moons: method.swag.networks, got {count}"
-        with pytest.raises(ValueError, match=told):
-            moons_config("swag", f"method.swag.networks={count}")
+        refuses(functools.partial(moons_config, "swag", f"method.swag.networks={count}"), told)
     for method in ("deep_ensemble", "batch_ensemble"):  # which count otherwise
         told = rf"a key of \[method.{method}\] of .*members.*got 'method.{method}.networks'"
-        with pytest.raises(ValueError, match=told):
-            moons_config(method, f"method.{method}.networks=3")
+        refuses(functools.partial(moons_config, method, f"method.{method}.networks=3"), told)
     sets = ["network.name=MLP", "network.inputs=2", "network.outputs=2"]
     told = r"got swag, whose 4 networks would all start equal; .* or networks"
     refuses(lambda: converted_config("swag", [*sets, "method.networks=4"]), told)

@@ -268,10 +268,8 @@ def test_what_is_memorised_is_counted_at_the_wrong_rows_alone():
     rows = TaskRows(torch.zeros(5, 1), torch.tensor([0, 1, 2, 2, 2]), torch.tensor([0, 1, 0, 1, 2]))
     found = compare_with_labels(torch.tensor([0, 0, 2, 1, 2]), rows)
     assert {name: each.tolist() for name, each in found.items()} == {
-        "noise/memorised": [True, False],
-        "noise/recovered": [False, True],
-        "noise/clean": [True, False, True],
-    }
+        "noise/memorised": [True, False], "noise/recovered": [False, True], "noise/clean": [True, False, True],
+    }  # fmt: skip
     assert compare_with_labels(torch.zeros(5), TaskRows(rows.x, rows.y)) == {}
 
 
@@ -292,9 +290,8 @@ def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path,
     if method == "map":  # one function, kept at the last epoch or at the best
         ends = {name: looked.arrays[f"curves/over/{name}"].tolist() for name in ("test/nll", "noise/memorised")}
         assert any(each == pytest.approx(looked.metrics["nll"], rel=1e-6) for each in ends["test/nll"])
-        assert any(
-            each == pytest.approx(looked.metrics["noise/memorised"], rel=1e-12) for each in ends["noise/memorised"]
-        )
+        share = pytest.approx(looked.metrics["noise/memorised"], rel=1e-12)
+        assert any(each == share for each in ends["noise/memorised"])
 
 
 def test_curves_of_a_regression_are_refused(tmp_path):

@@ -185,9 +185,8 @@ def test_every_cut_of_a_file_of_the_old_form_is_one_error(tmp_path):
     whole = (tmp_path / "w.pt").read_bytes()
     for end in (0, 3, 30, 200, len(whole) // 2, len(whole) - 1):
         (tmp_path / "w.pt").write_bytes(whole[:end])
-        refuses(
-            lambda: load_weights(net(), tmp_path / "w.pt"), "expected a (whole .pt file|state dict) of plain tensors"
-        )
+        told = "expected a (whole .pt file|state dict) of plain tensors"
+        refuses(lambda: load_weights(net(), tmp_path / "w.pt"), told)
 
 
 def test_what_unpacks_to_more_than_the_network_needs_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
@@ -228,8 +227,7 @@ def test_the_folder_of_the_data_comes_before_that_of_the_task(tmp_path):
     assert find_file(str(second / "w.pt"), [first]) == second / "w.pt"
     for folders, places in (([first, second], ".*data/v.pt or .*task/v.pt"), ([], "v.pt")):
         told = rf"expected network.weights = 'v.pt' at {places}, got nothing there"
-        with pytest.raises(FileNotFoundError, match=told):
-            find_file("v.pt", folders, "network.weights = ")
+        refuses(partial(find_file, "v.pt", folders, "network.weights = "), told, FileNotFoundError)
 
 
 TASK = """
@@ -258,15 +256,17 @@ def test_a_run_starts_from_the_file_beside_the_task_or_in_the_folder_of_the_data
     beside, data = net().state_dict(), net().state_dict()
     write(task_file.parent / "w.safetensors", beside)
     task = load_task(str(task_file))
-    jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
-    assert close(ds.load(tmp_path / "a" / "map-seed0" / "posterior"), beside)
+
+    def begins_at(state, out, **where):
+        jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / out, **where)
+        assert close(ds.load(tmp_path / out / "map-seed0" / "posterior"), state)
+
+    begins_at(beside, "a")
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "w.safetensors", data)
-    jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "b", source=str(tmp_path / "data"))
-    assert close(ds.load(tmp_path / "b" / "map-seed0" / "posterior"), data)
+    begins_at(data, "b", source=str(tmp_path / "data"))
     monkeypatch.setenv("DISSENSUS_DATA", str(tmp_path / "data"))
-    jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "c")
-    assert close(ds.load(tmp_path / "c" / "map-seed0" / "posterior"), data)
+    begins_at(data, "c")
     config = Run.open(tmp_path / "c" / "map-seed0").config
     assert config.network["weights"] == "w.safetensors"  # as written
 
@@ -281,20 +281,19 @@ def test_a_training_that_is_shared_starts_from_the_file(tmp_path, task_file):
 
 def test_a_file_that_is_missing_or_does_not_fit_is_an_error_before_anything_is_written(tmp_path, task_file):
     task = load_task(str(task_file))
-    with pytest.raises(FileNotFoundError, match=re.escape("expected network.weights = 'w.safetensors'")):
-        jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
+    run = partial(jobs.run_all, task, methods=["map"], seeds=[0], out=tmp_path / "a")
+    refuses(run, r"expected network\.weights = 'w\.safetensors'", FileNotFoundError)
     write(task_file.parent / "w.safetensors", {"a": torch.zeros(1)})
-    refuses(lambda: jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a"), "with unexpected a")
+    refuses(run, "with unexpected a")
     assert not (tmp_path / "a").exists()
 
 
 def test_members_that_would_all_be_the_same_network_are_an_error(tmp_path, task_file):
     write(task_file.parent / "w.safetensors", net().state_dict())
     task = load_task(str(task_file))
-    with pytest.raises(ValueError, match="got deep_ensemble, whose 5 members would all start equal"):
-        jobs.run_all(task, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")
-    one = load_task(str(task_file), overrides=["method.deep_ensemble.members=1"])
-    jobs.run_all(one, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")
+    run = partial(jobs.run_all, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")
+    refuses(lambda: run(task), "got deep_ensemble, whose 5 members would all start equal")
+    run(load_task(str(task_file), overrides=["method.deep_ensemble.members=1"]))
 
 
 def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_file):
@@ -323,8 +322,8 @@ def test_a_file_whose_parts_would_begin_before_it_is_named(tmp_path, name, at):
     raw = bytearray(path.read_bytes())
     raw[at] = 255  # where the list of parts begins: others are then looked for at a negative place
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=rf"expected an? (whole )?\.\w+ file of plain \w+ .*{name}, got .*; save"):
-        load_weights(network, path)
+    told = rf"expected an? (whole )?\.\w+ file of plain \w+ .*{name}, got .*; save"
+    refuses(lambda: load_weights(network, path), told)
 
 
 # --------------------------------------------------------------------------------------------------------- conversions
@@ -482,8 +481,7 @@ def test_a_folder_with_something_in_it_is_left_alone(weights, tmp_path):
     convert(weights[0], "map", tmp_path / "out", overrides=NET)  # an empty one will do
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     for out in (tmp_path / "out", weights[0]):
-        with pytest.raises(ValueError, match="expected a folder that is new or empty"):
-            convert(weights[0], "laplace", out, overrides=NET)
+        refuses(partial(convert, weights[0], "laplace", out, overrides=NET), "expected a folder that is new or empty")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
@@ -504,10 +502,9 @@ def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path
 
 def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
     convert(weights[0], "map", tmp_path / "saved", overrides=NET)
-    with pytest.raises(FileNotFoundError, match=r"got a folder at .*saved; .*ds\.load\('.*saved'\) reads it"):
-        convert(tmp_path / "saved", "map", tmp_path / "out", overrides=NET)
-    with pytest.raises(FileNotFoundError, match=r"got a folder at .*; correct the path"):
-        convert(tmp_path, "map", tmp_path / "out", overrides=NET)
+    for path, told in (("saved", r"saved; .*ds\.load\('.*saved'\) reads it"), ("", "; correct the path")):
+        run = partial(convert, tmp_path / path, "map", tmp_path / "out", overrides=NET)
+        refuses(run, rf"got a folder at .*{told}", FileNotFoundError)
 
 
 @pytest.mark.parametrize(

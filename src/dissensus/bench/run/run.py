@@ -39,6 +39,7 @@ from dissensus.calibration.selective import selective
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.catalogue import data_folder
+from dissensus.engine.break_even import decide_by_count
 from dissensus.engine.prediction_loop import draw_once
 from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
@@ -273,7 +274,7 @@ class Run:
     @contextmanager
     def seeded_context(self) -> Iterator[None]:
         """Context with the run's seed and threads; torch's are restored afterwards."""
-        with preserve_random_state(self.device), self._threads():
+        with preserve_random_state(self.device), self._threads(), decide_by_count():
             torch.manual_seed(self.config.seed)
             yield
 
@@ -344,7 +345,7 @@ class Run:
         self._check_own_code(lambda: self.data)
         posterior = self.posterior()
         posterior.mesh = torchrun_ranks.mesh() if self.is_shared else None
-        with self._threads(), draw_once(posterior, self.config.precision) as functions:
+        with self._threads(), decide_by_count(), draw_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
                 write = prediction_splits.split_writer(split, self, functions, tell)
                 if self.is_writer:
