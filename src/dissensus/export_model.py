@@ -150,7 +150,7 @@ class ExportedPosterior(nn.Module):
         if self.inputs is None:
             return x
         found: Any = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
-        return found.to(self.dtype)  # type: ignore[no-any-return]
+        return found.to(self.dtype)
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         return self.outputs(self.predictor.predictive(self.network_inputs(x)))

@@ -93,6 +93,14 @@ def test_values_within_bounds_come_back():
     assert one_of("mode", "a", {"a": 1}) == "a"
 
 
+ROWS = [  # method, former settings, settings now
+    (ds.DropoutEnsemble, {"keep": 0.9}, {"rate": 0.1}),
+    (ds.NodeBNN, {"gamma": 4.0, "rate": "curvature"}, {"posterior_temperature": 5.0, "lr": "curvature"}),
+    (ds.SWAG, {"scale": 0.25}, {"posterior_temperature": 0.25}),
+]
+NEEDED = {ds.NodeBNN: {"data_size": 12}}
+
+
 @pytest.mark.parametrize(("method", "former", "now"), ROWS)
 def test_a_former_keyword_is_an_error_that_names_the_new_one(method, former, now):
     for (old, value), new in zip(former.items(), now, strict=True):

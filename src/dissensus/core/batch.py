@@ -135,8 +135,7 @@ def convert_inputs(x: Any) -> Inputs:
         return x
     if isinstance(x, Mapping):
         return {name: as_tensor(value) for name, value in x.items()}
-    given: Inputs = tuple(map(as_tensor, x)) if isinstance(x, tuple | list) else as_tensor(x)
-    return given
+    return tuple(map(as_tensor, x)) if isinstance(x, tuple | list) else as_tensor(x)
 
 
 def input_tensors(x: Inputs) -> list[Tensor]:

@@ -83,8 +83,7 @@ class DrawnFunctions(nn.Module, ABC):
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
         """The likelihood's description of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.map_members(describe_outputs, x)
-        return described
+        return self.map_members(describe_outputs, x)
 
 
 class MemberFunctions(DrawnFunctions):
@@ -242,7 +241,7 @@ class Predictor(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self.separate = SeparateMembersCache()  # tensors get other memory
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         predictive = self.predictive(x)

@@ -169,7 +169,7 @@ def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
     if not before:
         return run()
     # Buffers are copies while it runs, also where activations are recomputed.
-    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
+    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))
 
 
 @torch.no_grad()
@@ -328,7 +328,7 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
             result = posterior.member_loss(params, before, batch)
         return _differentiate_member(particles.exchange.batch_fraction, wanted, *result, cotangent)
 
-    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
+    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))
 
 
 def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
@@ -501,4 +501,4 @@ def automatic_gradients(posterior: Objective, batch: Batch) -> Gradients:
     if particles.how == "loop" or particles.members == 1:
         return looped_gradients(posterior, batch)
     ways = FallbackChain(particles.runner.note_fallback, vectorised=vectorised_gradients, loop=looped_gradients)
-    return ways(posterior, batch)  # type: ignore[no-any-return]
+    return ways(posterior, batch)

@@ -191,7 +191,7 @@ def partition_functions(posterior: TrainableModule, drawn: DrawnFunctions) -> Fu
     """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
     if (mesh := connected_mesh(posterior)) is None:
         return FunctionPartition(drawn)
-    return mesh.partition_functions(drawn, posterior.temperature.device, lambda: not posterior.network_is_random)  # type: ignore[no-any-return]
+    return mesh.partition_functions(drawn, posterior.temperature.device, lambda: not posterior.network_is_random)
 
 
 def map_batches(
@@ -210,5 +210,4 @@ def map_batches(
         return ((batch, work(batch)) for batch in given)
     standing: list[Any] = [each for each in (posterior.calibration, *posterior.promises.values()) if each is not None]
     seen_by = (posterior.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-    found: Iterator[tuple[Any, Any]] = mesh.map_batches(work, given, portion=portion, seen_by=seen_by, device=device)
-    return found
+    return mesh.map_batches(work, given, portion=portion, seen_by=seen_by, device=device)

@@ -346,7 +346,7 @@ def _tracing_class(kind: type[nn.Module], path: str, first: dict[str, bool]) -> 
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     meta: Any = type(kind)
-    return meta(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})  # type: ignore[no-any-return]
+    return meta(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})
 
 
 def _outside_containers(hooks: Sequence[dict[int, Any]]) -> list[Any]:

@@ -222,7 +222,7 @@ class Particles(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
         self.runner.cut.known = None  # frees the memory of tensors that are replaced
-        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         warn_of_state(self)
@@ -267,7 +267,7 @@ class Particles(nn.Module):
         if number not in self._places and not self.wraps_original:  # once, but the caller's module may change
             self._places[number] = TensorPlaces(template)
         places = self._places.get(number)
-        return written.run(template, call_with_tensors, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
+        return written.run(template, call_with_tensors, template, whole, function, *args, places=places, alone=alone)
 
     def full_tensors(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""

@@ -114,8 +114,7 @@ class Posterior(TrainableModule, ABC):
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         """A posterior of a network like `plain_network()` and this `config()`, to be overwritten from a file."""
         constructor: Any = cls  # every method has its own keywords
-        built: Self = constructor(network, likelihood=likelihood, **restore_settings(cls, config))
-        return built
+        return constructor(network, likelihood=likelihood, **restore_settings(cls, config))
 
     def plain_network(self) -> nn.Module:
         """A copy of one member as a network of the caller's architecture.
@@ -170,8 +169,7 @@ class Posterior(TrainableModule, ABC):
         """(M, B, *out): draw()(x), the networks' raw outputs, not calibrated; see `predictor` for calibrated ones."""
         self._known.warn_once(None if self.training or torch.compiler.is_compiling() else RAW_OUTPUTS)
         batches.count_examples(x := self.transform_inputs(x))  # raises if x has no tensor
-        outputs: Tensor = self.draw()(x)
-        return outputs
+        return self.draw()(x)
 
     @final
     def predict(self, x: Inputs) -> Predictive:

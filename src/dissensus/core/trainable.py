@@ -268,7 +268,7 @@ class TrainableModule(CalibratedModule):
         The noise is one number and starts far from its optimum, at 1. Weight decay is 1e-4, but 0 on weights under a prior.
         """
         if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
-            return choosy.default_optimizer()  # type: ignore[no-any-return]
+            return choosy.default_optimizer()
         return torch.optim.AdamW(self.parameter_groups(1e-3, 1e-4, likelihood_lr=1e-2), fused=True)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
@@ -278,7 +278,7 @@ class TrainableModule(CalibratedModule):
         """
         for watcher in self.watchers:
             if watcher.recorders:
-                return watcher.default_schedule(epochs)  # type: ignore[no-any-return]
+                return watcher.default_schedule(epochs)
         return lambda epoch: plateau_linear(epoch / max(epochs, 1))
 
 

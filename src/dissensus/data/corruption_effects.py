@@ -51,8 +51,7 @@ def poisson_table(photons: float) -> Tensor:
     """(256, K): P(N ≤ n) for N ~ Poisson(l/255·photons), rows l, columns n; all but 1e-15 of the mass is within K."""
     rate = torch.arange(256, dtype=torch.float64)[:, None] / 255 * photons
     count = torch.arange(math.ceil(photons + 9 * math.sqrt(photons) + 12), dtype=torch.float64)
-    at_most: Tensor = torch.special.gammaincc(count + 1, rate)  # P(N ≤ n) = Γ(n+1, λ)/Γ(n+1)
-    return at_most
+    return torch.special.gammaincc(count + 1, rate)  # P(N ≤ n) = Γ(n+1, λ)/Γ(n+1)
 
 
 def impulse_noise(images: Tensor, draws: Draws, amount: float) -> Tensor:

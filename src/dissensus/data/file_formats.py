@@ -172,8 +172,7 @@ def _array(raw: bytes) -> np.ndarray:
     if (promised := math.prod(shape) * max(1, dtype.itemsize)) > len(raw):
         raise ValueError(f"its header announces {promised:,} bytes and it has {len(raw):,}")
     file.seek(0)
-    array: np.ndarray = np.load(file, allow_pickle=False)
-    return array
+    return np.load(file, allow_pickle=False)
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:

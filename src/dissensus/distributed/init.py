@@ -48,7 +48,7 @@ def host_group() -> distributed.ProcessGroup:
     """A group of all ranks for tensors on the host; to be called by all of them."""
     if "gloo" in str(distributed.get_backend()):
         return distributed.group.WORLD  # type: ignore[return-value]
-    return distributed.new_group(backend="gloo")  # type: ignore[no-any-return]
+    return distributed.new_group(backend="gloo")
 
 
 def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:

@@ -89,5 +89,4 @@ def synchronised_batch_norm(
 
 
 def _sum_over_ranks(axis: Axis, x: Tensor) -> Tensor:
-    found: Tensor = _SumOverRanks.apply(x, axis)  # type: ignore[no-untyped-call]
-    return found
+    return _SumOverRanks.apply(x, axis)  # type: ignore[no-untyped-call]

@@ -87,8 +87,7 @@ class Pace:
 
 def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False) -> Pace:
     """The pace of calls of this kind and shape, kept among a runner's plans."""
-    pace: Pace = plans.setdefault(("pace", compiles, key), Pace(compiles=compiles))
-    return pace
+    return plans.setdefault(("pace", compiles, key), Pace(compiles=compiles))
 
 
 def may_pay(pace: Pace, count: int | None) -> bool:

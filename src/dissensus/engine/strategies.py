@@ -104,7 +104,7 @@ class LoopStrategy:
         # Launched one by one, fused layers take longer than torch's own: their arguments are prepared in Python.
         if self.compiled or not is_for_graph():
             return self.run(posterior, batch)
-        return self.implementations(posterior, batch)  # type: ignore[no-any-return]
+        return self.implementations(posterior, batch)
 
     def run_fused(self, posterior: Objective, batch: Batch) -> Gradients:
         """As `run`, with batch norm and the layers after it in one kernel."""
@@ -156,8 +156,7 @@ def _gradients_by_transforms(objective: Callable[..., Any], state: State) -> Gra
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
-    return compiled
+    return torch.compile(function, dynamic=False)
 
 
 KINDS: tuple[Kind, ...] = ("loop", "vectorised", "streamed")
@@ -217,8 +216,7 @@ def make_plan(
     if key not in plans:
         plans[key] = _fastest_plan(named, words, posterior, batch, precision, timed=timed)
         log.info("members run %s%s", plans[key], plans[key].duration)
-    found: Plan = plans[key]
-    return found
+    return plans[key]
 
 
 def may_compile(posterior: Posterior) -> bool:

@@ -70,7 +70,7 @@ def trace(
     with TorchStateGuard("torch.fx.experimental.symbolic_shapes", "torch._export"):
         # Strict tracing refuses most modules.
         exported = torch.export.export(TracedModule(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
-        return exported.run_decompositions(forms or {})  # type: ignore[no-any-return]  # remaining vmap operations become plain
+        return exported.run_decompositions(forms or {})  # remaining vmap operations become plain
 
 
 def random_operations(exported: ExportedProgram) -> list[str]:

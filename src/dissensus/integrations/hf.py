@@ -67,4 +67,4 @@ def model(posterior: Posterior) -> PosteriorModel:
     named = dict(inspect.signature(type(expect_posterior(posterior).particles.template.network).forward).parameters)
     named.setdefault("labels", inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY))
     forward.__signature__ = inspect.Signature(sorted(named.values(), key=lambda each: each.kind))  # type: ignore[attr-defined]
-    return type("PosteriorModel", (PosteriorModel,), {"forward": forward})(posterior)  # type: ignore[no-any-return]
+    return type("PosteriorModel", (PosteriorModel,), {"forward": forward})(posterior)

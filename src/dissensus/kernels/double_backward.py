@@ -109,8 +109,7 @@ def double_backward_conv(
     if not weight.is_leaf:
         vars(input).pop("again", None)
     x, w, *b = _cast_as_autocast(input, weight, *(() if bias is None else (bias,)))
-    found: Tensor = _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]
-    return found
+    return _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]
 
 
 def _per_axis(value: Any, axes: int) -> list[int]:
@@ -173,8 +172,7 @@ class _ConvolutionGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(t: Tensor, w: Tensor, x: Tensor, *how: Any) -> Tensor:
-        found: Tensor = aten.convolution_backward(t, x, w, None, *how, [True, False, False])[0]
-        return found
+        return aten.convolution_backward(t, x, w, None, *how, [True, False, False])[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -201,10 +199,10 @@ def _saved_tensor(ctx: Any, *, value: bool = True) -> Tensor:
     """The tensor; unless its value is wanted, one of its shape, dtype and layout may do."""
     _, first, *others = ctx.saved_tensors
     if ctx.again is None or not value:
-        return first  # type: ignore[no-any-return]
+        return first
     if torch.is_grad_enabled():
         raise NotImplementedError("what a fused batch norm computes again has no derivatives")
-    return ctx.again(first, *others)  # type: ignore[no-any-return]
+    return ctx.again(first, *others)
 
 
 def prelu_as_product(_: Callable[..., Tensor], input: Tensor, weight: Tensor) -> Tensor:
@@ -219,8 +217,7 @@ def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
     x, mean, var, weight, bias, training, momentum, eps = arguments = BatchNormArguments(*args, **kwargs)
     if not training or weight is None or bias is None or x.numel() <= x.shape[1]:
         return F.batch_norm(*arguments)
-    found: Tensor = _BatchNorm.apply(x, weight, bias, mean, var, momentum, eps)[0]  # type: ignore[no-untyped-call]
-    return found
+    return _BatchNorm.apply(x, weight, bias, mean, var, momentum, eps)[0]  # type: ignore[no-untyped-call]
 
 
 @keep_signature
@@ -295,5 +292,4 @@ def _norm_kernel(
     t: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, eps: float, wanted: tuple[bool, ...] = (True, True, True)
 ) -> tuple[Tensor, Tensor, Tensor]:
     again = aten.native_batch_norm_backward
-    found: tuple[Tensor, Tensor, Tensor] = again(t, x, w, None, None, m, r, True, eps, list(wanted))
-    return found
+    return again(t, x, w, None, None, m, r, True, eps, list(wanted))

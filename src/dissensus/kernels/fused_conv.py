@@ -31,8 +31,7 @@ def lazy_convolution(
     x = materialise(input)
     narrow = has_narrow_kernel(x, weight, bias, stride, padding, dilation, groups)
     if narrow and torch.is_grad_enabled():
-        found: Tensor = _NarrowConvolution.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
-        return found
+        return _NarrowConvolution.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     plain = plain and not (x.is_inference() or weight.is_inference())  # whether they change could not be told
     usable = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ class WeightCache:
             return make(*tensors)
         known, parts = self._found.get(key := (what, *places), (None, []))
         if known is not None and all(each._version == before for each, before in parts):
-            return known  # type: ignore[no-any-return]
+            return known
         if known is not None:  # changed since
             return make(*tensors)
         with nullcontext() if _thread.side_stream is None else torch.cuda.stream(_thread.side_stream):
@@ -65,7 +65,7 @@ class WeightCache:
             self._versions |= {address: self._version(address) for address in addresses}
         for tensor in () if _thread.replay_stream is None else pytree.tree_leaves(made):
             tensor.record_stream(_thread.replay_stream)
-        return rows[key]  # type: ignore[no-any-return]
+        return rows[key]
 
     def is_fresh(self) -> bool:
         """Whether neither the weights nor what was computed from them has been written to since."""

@@ -57,8 +57,7 @@ def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: 
             _, after = particles.call(lambda member: batches.call_network(member.network, x), params, buffers)
         return {name: after[name] for name in kept}
 
-    found: Tensors = particles.run(one, particles.rows(), particles.members)
-    return found
+    return particles.run(one, particles.rows(), particles.members)
 
 
 @contextmanager
@@ -102,10 +101,9 @@ class FrozenNorm(ConvertedLayer):
         wanted = torch.is_grad_enabled() and not self.training and not torch.compiler.is_compiling()
         usable = wanted and kernels.channel_layout(input) is not None and all(each is not None for each in tensors)
         if not usable or is_transformed(*tensors) or input.shape[1] != len(layer.weight):  # a kernel reads that many
-            return super().forward(input)  # type: ignore[no-any-return]
+            return super().forward(input)
         layer._check_input_dim(input)
-        normed: Tensor = _NormaliseFunction.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]
-        return normed
+        return _NormaliseFunction.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]
 
 
 def freeze_norms(member: Member) -> None:

@@ -97,7 +97,7 @@ def run_one_member(*given: Tensor | None) -> Tensor:
     for k, (weight, bias, r, s) in enumerate(_layer_tensors(given)):
         h = F.linear((h.relu() if k else h) * r, weight, bias)
         h = h if s is None else h * s
-    return h  # type: ignore[no-any-return]
+    return h
 
 
 def _layer_tensors(given: Given) -> list[tuple[Any, Any, Any, Any]]:
@@ -126,7 +126,7 @@ class _Chain(torch.autograd.Function):
                 z *= across
             h = z.relu_() if not last else z if s is None else z * across
         ctx.save_for_backward(*given, *kept, None if s is None else z)
-        return h  # type: ignore[no-any-return]
+        return h
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -20,8 +20,7 @@ def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
     # Compiled code fuses this by itself; and dividing by factors as large as x costs as much as keeping x.
     if torch.compiler.is_compiling() or factors.shape == x.shape or not torch.is_grad_enabled():
         return x * factors
-    product: Tensor = _ScaleChannels.apply(x, factors, alone)  # type: ignore[no-untyped-call]
-    return product
+    return _ScaleChannels.apply(x, factors, alone)  # type: ignore[no-untyped-call]
 
 
 @keep_signature
@@ -107,7 +106,7 @@ class FactoredLayer(ConvertedLayer):
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         factors = self.factors()
         if factors is None:
-            return super().forward(input, *args, **keywords)  # type: ignore[no-any-return]
+            return super().forward(input, *args, **keywords)
         if isinstance(factors, Kernel):
             return self._with_kernel(factors, input, *args, **keywords)
         before, scalar, behind = factors
@@ -143,12 +142,12 @@ class FactoredLayer(ConvertedLayer):
         if isinstance(self, nn.Linear):
             return F.linear(input, *kernel)
         if not isinstance(self, TRANSPOSED):
-            return layer._conv_forward(input, *kernel)  # type: ignore[no-any-return]
+            return layer._conv_forward(input, *kernel)
         places = kernel.weight.ndim - 2
         settings = (layer.stride, layer.padding, layer.kernel_size, places, layer.dilation)
         padding = layer._output_padding(input, output_size, *settings)
         function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
-        return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
+        return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 
     def _broadcast_factors(self, factors: Tensor, x: Tensor) -> Tensor:
         """Factors (N, C) in a shape that broadcasts with x (N, C, ...), or (N, ..., C) if features are last."""

@@ -140,8 +140,7 @@ class Modulation:
     def from_config(config: Mapping[str, Any]) -> Modulation:
         """The modulation that `config` describes."""
         law: str = one_of("law", config.get("law", ""), LAWS, hint="pass the result of .config()")
-        made: Modulation = getattr(Modulation, law)(**{key: value for key, value in config.items() if key != "law"})
-        return made
+        return getattr(Modulation, law)(**{key: value for key, value in config.items() if key != "law"})
 
     def __str__(self) -> str:
         named = zip(LAWS[self.law], self.parameters, strict=True)

@@ -171,7 +171,7 @@ class MeanFieldVI(SamplingPosterior):
                     batches.call_network(member.network, repeat_inputs(x, rows, first=1))
                     return [[len(outputs) for outputs, _ in layer.seen] for layer in layers]
 
-            return particles.call_first(run)  # type: ignore[no-any-return]
+            return particles.call_first(run)
 
         try:
             two, three = lengths(2), lengths(3)

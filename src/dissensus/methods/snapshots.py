@@ -139,7 +139,7 @@ class Snapshots(nn.Module):
         return due
 
     def _read_plan(self) -> list[int]:
-        return self._host.read(self.plan)  # type: ignore[no-any-return]
+        return self._host.read(self.plan)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._is_waiting = False  # a state is not in the middle of a run

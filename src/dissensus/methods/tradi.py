@@ -202,8 +202,7 @@ class KalmanRecorder(Recorder):
         phases = 2 * torch.pi * torch.rand(rows, count, **like)
         m = torch.randn(count, **like)
         features = torch.cos(weights.to(like["dtype"])[:, None] * frequencies + phases)  # (K, D)
-        noise: Tensor = (2 / count) ** 0.5 * (features @ m)
-        return noise
+        return (2 / count) ** 0.5 * (features @ m)
 
 
 def layer_of(name: str) -> str:

@@ -17,8 +17,7 @@ class Residual(nn.Module):
         self.branch = branch
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = x + self.branch(x)
-        return outputs
+        return x + self.branch(x)
 
 
 class Erf(nn.Module):

@@ -43,8 +43,7 @@ class ConvNet(nn.Module):
         self.head = nn.Sequential(*drop, nn.Linear(flat, hidden), nn.ReLU(), *drop, nn.Linear(hidden, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.features(x))
-        return outputs
+        return self.head(self.features(x))
 
 
 class LeNet(nn.Module):
@@ -69,8 +68,7 @@ class LeNet(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), *dense)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(x))
-        return logits
+        return self.head(self.features(x))
 
 
 class AlexNet(nn.Module):
@@ -103,8 +101,7 @@ class AlexNet(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
-        return logits
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))
 
 
 def _dropout_layer(rate: float) -> nn.Module:
@@ -157,5 +154,4 @@ class VGG16(nn.Module):
         draw_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.pool(self.features(x)).flatten(1))
-        return logits
+        return self.head(self.pool(self.features(x)).flatten(1))

@@ -85,5 +85,4 @@ class MLP(nn.Module):
         self.layers.apply(INITIALISERS[init])
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.layers(x.flatten(1))
-        return outputs
+        return self.layers(x.flatten(1))

@@ -60,8 +60,7 @@ class ResNet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         for i in range(1, self.stages + 1):
             x = self.get_submodule(f"layer{i}")(x)
-        logits: Tensor = self.linear(self.pool(x))
-        return logits
+        return self.linear(self.pool(x))
 
 
 class BasicBlock(nn.Module):
@@ -142,8 +141,7 @@ class WideResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn(self.blocks(self.conv1(x))))
-        logits: Tensor = self.linear(x.mean((2, 3)))
-        return logits
+        return self.linear(x.mean((2, 3)))
 
 
 class WideBlock(nn.Module):
@@ -176,8 +174,7 @@ class ResNet50(nn.Module):
         self.fc = nn.Linear(2048, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.fc(features(self, x).mean((2, 3)))
-        return logits
+        return self.fc(features(self, x).mean((2, 3)))
 
 
 class WideBottleneck(nn.Module):

@@ -81,8 +81,7 @@ class ENet(nn.Module):
         eighth = self.stage3(self.stage2(eighth))
         up = self.stage4(self.up4(eighth, second, quarter.shape[2:]))
         up = self.stage5(self.up5(up, first, half.shape[2:]))
-        logits: Tensor = self.last(up, output_size=x.shape[2:])
-        return logits
+        return self.last(up, output_size=x.shape[2:])
 
 
 class Initial(nn.Module):
@@ -96,8 +95,7 @@ class Initial(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = F.max_pool2d(x, 2, ceil_mode=True)
-        found: Tensor = self.act(self.norm(torch.cat([self.conv(x), pooled], dim=1)))
-        return found
+        return self.act(self.norm(torch.cat([self.conv(x), pooled], dim=1)))
 
 
 class Bottleneck(nn.Module):
@@ -122,8 +120,7 @@ class Bottleneck(nn.Module):
         self.act = make_activation(activation, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.act(x + self.branch(x))
-        return found
+        return self.act(x + self.branch(x))
 
 
 class DownBlock(nn.Module):

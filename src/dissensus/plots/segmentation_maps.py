@@ -42,8 +42,7 @@ def class_image(labels: Array, count: int) -> np.ndarray:
     labels = np.asarray(labels).astype(int)
     labels = np.where((labels >= count) | (labels < UNKNOWN), VOID, labels)  # such as 255
     table = np.concatenate([class_colours(count), [_rgb(UNKNOWN_COLOUR), _rgb(VOID_COLOUR)]]).astype(np.uint8)
-    found: np.ndarray = table[labels]  # −1 and −2 are the last rows
-    return found
+    return table[labels]  # −1 and −2 are the last rows
 
 
 def heat_image(values: Array, *, largest: float, colours: str) -> np.ndarray:

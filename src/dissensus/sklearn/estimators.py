@@ -136,8 +136,7 @@ def build_posterior(
         given.setdefault("members", members)
     if "data_size" in keywords and ("data_size" in kind.needed or given.keys() & {"prior", "weight_prior_std"}):
         given.setdefault("data_size", data_size)
-    posterior: Posterior = kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
-    return posterior
+    return kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]

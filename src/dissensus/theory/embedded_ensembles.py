@@ -189,8 +189,7 @@ class EmbeddedNetwork:
         for l in range(1, self.depth + 1):
             z = x @ params[f"weight{l}"] / x.shape[-1] ** 0.5 + params.get(f"bias{l}", 0.0)
             x = params[f"u{l}"] * ACTIVATIONS[self.activation].function(params[f"v{l}"] * z)
-        outputs: Tensor = x @ params[f"weight{self.depth + 1}"] / x.shape[-1] ** 0.5
-        return outputs
+        return x @ params[f"weight{self.depth + 1}"] / x.shape[-1] ** 0.5
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs (M, B, O)."""

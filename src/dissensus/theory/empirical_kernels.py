@@ -41,8 +41,7 @@ def functional(network: nn.Module) -> tuple[OneInput, Params]:
     places = TensorPlaces(network)
 
     def function(params: Params, x: Tensor) -> Tensor:
-        found: Tensor = call_with_tensors(network, params, x[None], places=places)[0]
-        return found
+        return call_with_tensors(network, params, x[None], places=places)[0]
 
     return function, {name: p.detach() for name, p in trainable_parameters(network).items()}
 
@@ -410,8 +409,7 @@ def posterior_blocks(
     def outputs(params: Params, x: Tensor) -> Tensor:
         held = {**buffers, **{name: params[name] for name in particles.own_buffers()}}
         tensors = rest | {name: tensor for name, tensor in params.items() if name not in held}
-        found: Tensor = particles.call(lambda member: batches.call_network(member.network, x), tensors, held)[0]
-        return found
+        return particles.call(lambda member: batches.call_network(member.network, x), tensors, held)[0]
 
     posterior.check_inputs(x1)
     with inference_context(posterior), exact_convolutions():

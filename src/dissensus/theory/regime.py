@@ -220,8 +220,7 @@ class MemberOutputs:
 
     def __call__(self, tensors: Tensors) -> Tensor:
         """Outputs (M, B, …), by vmap if members can be vectorised."""
-        found: Tensor = self.particles.run(*self._function_of_rows(tensors), self.particles.members)
-        return found
+        return self.particles.run(*self._function_of_rows(tensors), self.particles.members)
 
     def member(self, tensors: Tensors, m: int) -> Tensor:
         """Outputs (B, …) of member m."""
@@ -236,8 +235,7 @@ class MemberOutputs:
         def one(row: Rows) -> Tensor:
             buffers = {**self.particles.shared_buffers(), **row.buffers}
             outputs = self.particles.call(lambda m: batches.call_network(m.network, self.x), shared | row.own, buffers)
-            found: Tensor = outputs[0]
-            return found
+            return outputs[0]
 
         return one, Rows({**self.fixed_own, **own}, self.particles.own_buffers(), {})
 

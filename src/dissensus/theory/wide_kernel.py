@@ -398,8 +398,7 @@ class ScaledConv2d(nn.Conv2d):
     """Convolution in NTK form: W ∗ x/√fan_in + b."""
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self._conv_forward(x, self.weight / self.weight[0].numel() ** 0.5, self.bias)
-        return outputs
+        return self._conv_forward(x, self.weight / self.weight[0].numel() ** 0.5, self.bias)
 
 
 def random_network(

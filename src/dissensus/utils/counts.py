@@ -33,7 +33,7 @@ class Count(nn.Module):
         self._host = HostCopy()
 
     def __int__(self) -> int:
-        return self._host.read(self.value)  # type: ignore[no-any-return]
+        return self._host.read(self.value)
 
     def add(self) -> int:
         """Adds one and returns the count."""

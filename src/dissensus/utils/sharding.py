@@ -26,7 +26,7 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Partial  # imported by who divided it: it takes seconds
 
     group = tensor.device_mesh.get_group(0)  # type: ignore[attr-defined]
-    return run_collective(lambda group: tensor.full_tensor(grad_placements=[Partial()]), group=group)  # type: ignore[attr-defined, no-any-return]
+    return run_collective(lambda group: tensor.full_tensor(grad_placements=[Partial()]), group=group)  # type: ignore[attr-defined]
 
 
 def gather_full_tensors(tensors: Tensors) -> Tensors:

@@ -31,8 +31,7 @@ def copy_sharing_tensors(module: nn.Module) -> nn.Module:
     """A copy whose tensors are the module's memory; to freeze, move or rebuild the copy leaves the module as it is."""
     held = (*module.parameters(), *module.buffers())
     memo = deepcopy_memo(module) | {id(tensor): alias(tensor, trained=tensor.requires_grad) for tensor in held}
-    copied: nn.Module = copy.deepcopy(module, memo)
-    return copied
+    return copy.deepcopy(module, memo)
 
 
 def make_from_base(make: Callable[[nn.Module], nn.Module], base: nn.Module, members: int) -> list[nn.Module]:

@@ -68,7 +68,7 @@ def default_store() -> Any:
 
 def group_timeout(group: Any) -> timedelta:
     """How long processes of a group wait for each other."""
-    return group._get_backend(group._device_types[0]).options._timeout  # type: ignore[no-any-return]
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def set_group_timeout(group: Any, limit: timedelta) -> None:
@@ -175,7 +175,7 @@ def free_cublas_workspaces() -> None:
 
 def raise_at_recompile_limit() -> AbstractContextManager[object]:
     """Inside, dynamo raises at its limit of recompilations, where it would silently run plain code."""
-    return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 
 
 class TorchStateGuard:

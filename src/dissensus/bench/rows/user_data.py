@@ -98,7 +98,7 @@ class RowConverter:
 def _inputs(x: Any, what: str) -> Tensor:
     """Images (N, C, H, W) uint8, or numbers (N, …); floating numbers keep their precision, others become float64."""
     if hasattr(x, "read"):  # images that are read batch by batch
-        return x  # type: ignore[no-any-return]
+        return x
     values = as_array(x)
     if values.dtype == np.uint8 and values.ndim in (3, 4):
         return torch.from_numpy(pixels(values, what))

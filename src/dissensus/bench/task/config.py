@@ -80,7 +80,7 @@ class RunConfig:
     @property
     def precision(self) -> PredictionPrecision:
         """The precision of predictions."""
-        return self.evaluation.get("precision", "float32")  # type: ignore[no-any-return]
+        return self.evaluation.get("precision", "float32")
 
     def table(self) -> Settings:
         return asdict(self)

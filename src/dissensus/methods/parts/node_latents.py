@@ -247,7 +247,7 @@ def examine_layers(
                 passed = {name for name, layer in layers.items() if layer.seen}
                 return passed, {name for name in passed if node_layers.has_changed_output(layers[name])}
 
-        return particles.call_first(run)  # type: ignore[no-any-return]
+        return particles.call_first(run)
 
     network, names = particles.template.network, list(node_layers.split_by_layer(sites, ones))
     find_called_layers(2)

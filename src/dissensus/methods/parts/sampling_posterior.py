@@ -235,7 +235,7 @@ class Families(nn.ModuleList):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if not self.parts:
-            return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for family in self.each:  # one after the other, so that only one at a time is on the device
             family._apply(fn).to("cpu")
         return self
