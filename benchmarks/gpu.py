@@ -275,7 +275,7 @@ def stepper(posterior: ds.Posterior, batch: Batch, length: int) -> tuple[Stepper
     ready = time.perf_counter() - start
     torch.cuda.empty_cache()
     taken = (torch.cuda.memory_reserved() - before) / 2**30
-    return run, {"ran": step.engine_name, "set_up_s": round(ready, 1), "reserved_gib": round(taken, 2)}
+    return run, {"ran": str(step.plan), "set_up_s": round(ready, 1), "reserved_gib": round(taken, 2)}
 
 
 def seconds(runs: dict[str, Stepper], rounds: int, count: int) -> dict[str, list[float]]:
