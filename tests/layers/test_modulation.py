@@ -14,7 +14,7 @@ from dissensus.engine.strategies import functional_gradients
 from dissensus.layers import dense_chains
 from dissensus.layers.conversion import convert_layer
 from dissensus.layers.factored import Kernel
-from dissensus.layers.nodes import use_layer_latents
+from dissensus.layers.nodes import set_temporarily
 from dissensus.methods.mean_field_vi import PerturbedLayer, WeightSpread, perturbed_copy
 from refusals import refuses
 
@@ -257,7 +257,7 @@ def drawn(make, shape, *, only=None):
             (given.get("weight"), given.get("bias")),
             (noise.get("weight"), noise.get("bias")),
         )
-        with use_layer_latents([noisy], [spread]):
+        with set_temporarily([noisy], "nodes", [spread]):
             return noisy(x).flatten(1)
 
     noise = {name: each * torch.randn(DRAWS, *each.shape, dtype=each.dtype) for name, each in given.items()}
@@ -302,8 +302,8 @@ def test_inputs_that_are_all_zero_have_finite_gradients():
     layer.known_as = ""
     std = torch.full((2, 3), 0.1, requires_grad=True)
     x = torch.zeros(4, 3, requires_grad=True)
-    with use_layer_latents(
-        [layer], [WeightSpread(Kernel(layer.weight, None), (std, None), (std * torch.randn(2, 3), None))]
+    with set_temporarily(
+        [layer], "nodes", [WeightSpread(Kernel(layer.weight, None), (std, None), (std * torch.randn(2, 3), None))]
     ):
         layer(x).square().sum().backward()
     assert bool(x.grad.isfinite().all())
