@@ -72,8 +72,8 @@ def test_what_was_measured_decides_in_the_next_run(monkeypatch) -> None:
 
 def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
     waiting, busy = Pace(plain=1.0, launched=0.95), Pace(plain=1.0, launched=0.3)
-    assert waiting.expected()[0] > 3 * busy.expected()[0]
-    assert waiting.expected()[1] > busy.expected()[1]  # a capture launches, too
+    assert waiting.estimate()[0] > 3 * busy.estimate()[0]
+    assert waiting.estimate()[1] > busy.estimate()[1]  # a capture launches, too
 
 
 def test_a_way_that_is_slower_never_pays_again(monkeypatch) -> None:
@@ -95,7 +95,7 @@ def test_compiling_costs_the_same_in_every_run() -> None:
     assert pace is known_pace(plans, "key", compiles=True)
     assert pace is not known_pace(plans, "key")
     pace.plain, pace.fast, pace.preparation = 1.0, 0.5, 0.001
-    assert pace.expected() == (0.5, break_even.COMPILING)
+    assert pace.estimate() == (0.5, break_even.COMPILING)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -107,7 +107,7 @@ def test_where_runs_must_be_equal_the_number_of_calls_decides_and_no_time(determ
             for _ in range(4):
                 way.begin_call()
                 way.end_call(fast=way.prepared_at is not None)
-            assert (way.prepared_at, way.settled) == (prepared_at, prepared_at is not None)
+            assert (way.prepared_at, way.is_settled) == (prepared_at, prepared_at is not None)
         assert not BreakEven(Pace(compiles=True), CPU, 1000).by_count
     if not deterministic:
         assert not BreakEven(Pace(), CPU, 1000).by_count

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.engine.break_even import MANY, BreakEven, known_pace, may_pay
+from dissensus.engine.break_even import MANY, BreakEven, is_deterministic, known_pace, may_pay
 from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import UNMEASURED
 from dissensus.engine.strategies import (
@@ -44,7 +44,7 @@ class AdaptiveStep:
         key = request_key(posterior, batch, precision)
         # Not before the second batch: an optimiser makes its state at its first step, and not in a graph.
         possible = [(known_pace(plans, key), 1, self._prepare_graph)] if device.type == "cuda" else []
-        if may_compile(posterior):
+        if may_compile(posterior) and not is_deterministic():
             possible.append((known_pace(plans, key, compiles=True), 0, self._prepare_compiled))
         for pace, first, prepare in possible:
             if may_pay(pace, count):
@@ -71,7 +71,7 @@ class AdaptiveStep:
             prepare(batch, way)
         losses = (self.captured or self.eager)(batch)
         way.end_call(fast=self.captured is None or self.captured.failed or bool(self.captured.graphs))
-        if way.settled:
+        if way.is_settled:
             self._settle(way)
         return losses
 

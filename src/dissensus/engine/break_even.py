@@ -65,7 +65,7 @@ class Pace:
         """Whether the fast way is known to be faster."""
         return self.plain is not None and self.fast is not None and self.fast < self.plain
 
-    def expected(self) -> tuple[float, float]:
+    def estimate(self) -> tuple[float, float]:
         """(share of a plain call that the fast way saves, seconds to prepare it): measured, else estimated."""
         saved = SAVED_BY_FUSING
         if self.plain is not None and self.fast is not None:
@@ -92,7 +92,7 @@ def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False) -> Pa
 
 def may_pay(pace: Pace, count: int | None) -> bool:
     """Whether the fast way may pay in a run of so many calls, however slow they are."""
-    return count is None or pays(count * SLOWEST, *pace.expected())
+    return count is None or pays(count * SLOWEST, *pace.estimate())
 
 
 _where = threading.local()
@@ -108,10 +108,9 @@ def decide_by_count() -> Iterator[None]:
         _where.by_count = before
 
 
-def decides_by_count() -> bool:
-    """Whether times may decide nothing: in that context, and where torch shall be deterministic."""
-    deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    return deterministic or getattr(_where, "by_count", False)
+def is_deterministic() -> bool:
+    """Whether torch was told to be deterministic: then times decide nothing."""
+    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 class BreakEven:
@@ -124,14 +123,14 @@ class BreakEven:
 
     def __init__(self, pace: Pace, device: torch.device, count: int | None, *, first: int = 0) -> None:
         self.pace, self.device, self.count, self.first = pace, device, count, first
-        self.by_count = decides_by_count() and not pace.compiles
+        self.by_count = not pace.compiles and (is_deterministic() or getattr(_where, "by_count", False))
         self.calls = 0  # so far
         self.stage = "plain"  # then "preparing", "measuring", "settled"
         self.start = 0.0
         self.prepared_at: int | None = None
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether nothing is left to decide."""
         return self.stage == "settled"
 
@@ -176,14 +175,14 @@ class BreakEven:
         """Whether cuDNN may time its algorithms for the fast way."""
         if self.by_count:
             return self.count is not None and self.count >= MANY
-        return pays((1 - self.pace.expected()[0]) * self.seconds_left, TIMED, TIMING)
+        return pays((1 - self.pace.estimate()[0]) * self.seconds_left, TIMED, TIMING)
 
     def _pays_now(self) -> bool:
         if self.by_count:
             return self.calls > 1 and (self.count is None or self.count >= FEW)
         if self.calls <= self.first:
             return False
-        if pays(self.seconds_left, *self.pace.expected()):
+        if pays(self.seconds_left, *self.pace.estimate()):
             log.debug(
                 "the fast way pays: %s; calls left: %s", self.pace, "unknown" if self.count is None else self.count
             )

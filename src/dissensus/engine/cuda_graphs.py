@@ -31,7 +31,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, first_line
-from dissensus.engine.break_even import BreakEven, known_pace
+from dissensus.engine.break_even import BreakEven, is_deterministic, known_pace
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
 from dissensus.numerics.randomness import preserve_random_state
@@ -370,7 +370,7 @@ def timed_convolutions(device: torch.device) -> Iterator[None]:
     # It keeps the choice, also for graphs and for steps outside. Only on a GPU, and only if the user does not want
     # deterministic results: two runs may choose algorithms that round differently.
     cudnn, before = torch.backends.cudnn, torch.backends.cudnn.benchmark
-    wanted = device.type == "cuda" and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+    wanted = device.type == "cuda" and not is_deterministic()
     cudnn.benchmark = before or wanted
     try:
         yield
@@ -435,14 +435,14 @@ class CapturedFunction(CapturedCalls):
         with torch.cuda.device(device), preserve_random_state(device):
             self._drop_if_changed()
             way = self._way(key, device)
-            if way.settled:
+            if way.is_settled:
                 return self._run(key, x)
             way.begin_call()
             if way.prepared_at is not None and key not in self.graphs and self.should_capture(key):
                 self._capture_graph(key, x, way)
             found = self._run(key, x)
             way.end_call(fast=key in self.graphs)
-            if way.settled and not (way.by_count or way.pace.saves):
+            if way.is_settled and not (way.by_count or way.pace.saves):
                 self.graphs.pop(key, None)
             return found
 

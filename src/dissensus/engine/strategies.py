@@ -232,7 +232,7 @@ def compiled_plan(plan: Plan, posterior: Posterior, batch: Batch, *, precision: 
     taken, run = UNMEASURED, None
     for compiled in (False, True):
         run = make_strategy(plan.kind, compiled=compiled)
-        times[compiled], taken = _timed(run, posterior, batch, precision, captured=plan.captured, timed=True)
+        times[compiled], taken = _time_candidate(run, posterior, batch, precision, captured=plan.captured, timed=True)
     plain, fast = times[False], times[True]
     if fast is None or (plain is not None and fast >= plain):
         return plan
@@ -262,7 +262,10 @@ def _fastest_plan(
         return Plan(kinds[0], compiled, captured)
     for graphs in dict.fromkeys((captured, False)):  # if none can be captured: the fastest without a graph
         ways = {kind: make_strategy(kind) for kind in kinds}
-        found = {kind: _timed(ways[kind], posterior, batch, precision, captured=graphs, timed=timed) for kind in kinds}
+        found = {
+            kind: _time_candidate(ways[kind], posterior, batch, precision, captured=graphs, timed=timed)
+            for kind in kinds
+        }
         possible = {kind: seconds for kind, (seconds, _) in found.items() if seconds is not None}
         if possible:
             kind = min(possible, key=lambda each: possible[each])
@@ -270,7 +273,7 @@ def _fastest_plan(
     return Plan("loop", compiled, False)  # all of them fail: the plain loop works or raises the error
 
 
-def _timed(
+def _time_candidate(
     run: Strategy, posterior: Posterior, batch: Batch, precision: torch.dtype | None, *, captured: bool, timed: bool
 ) -> tuple[float | None, PeakMemory]:
     """(seconds for the gradients of a batch, or None, the memory that they take) in training mode."""
