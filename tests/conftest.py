@@ -15,6 +15,12 @@ os.environ.setdefault("DISSENSUS_COMMIT", "of the tests")  # instead of asking g
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import torch each, and leave threads behind
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A GPU is for tests marked `gpu`, by `pytest -m gpu`: `fit` takes one where there is one, also in other processes."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def copy_ordered(ordered: OrderedDict, memo: dict) -> OrderedDict:
     memo[id(ordered)] = made = OrderedDict()
     made.update((copy.deepcopy(key, memo), copy.deepcopy(value, memo)) for key, value in ordered.items())
@@ -49,7 +55,6 @@ def same_start(request, monkeypatch):
 
     torch.manual_seed(0)
     if "gpu" not in request.keywords:
-        # `fit` takes a GPU where there is one; what these tests compare with stays on the CPU.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
