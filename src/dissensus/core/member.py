@@ -32,8 +32,9 @@ from dissensus.utils.tensor_tree import (
     TensorTree,
     cache_submodules,
     derived_names,
+    keep_submodules,
+    known_buffers,
     named_submodules,
-    named_tensors,
     run_keeping_tensors,
 )
 from dissensus.utils.torch_private import has_vmap_axis, in_vmap, is_transformed
@@ -57,6 +58,7 @@ class Member(nn.Module):
         self.network, self.likelihood = network, likelihood
         self.latents = TensorTree() if latents is None else latents
         cache_submodules(self, "network", "likelihood", "latents")
+        keep_submodules(self)
         self.training = network.training  # not self.train(), which would change the submodules
         # Submodules that the caller has put in eval mode: they stay in it during training.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
@@ -65,7 +67,7 @@ class Member(nn.Module):
         result = function(self, *args)
         if not self.training:
             return result, {}
-        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else named_tensors(self)[1]
+        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else known_buffers(self)
 
     def nll(self, batch: Batch) -> Tensor:
         """() mean negative log-likelihood of the batch."""

@@ -51,6 +51,7 @@ from dissensus.utils.tensor_tree import (
     call_with_tensors,
     named_tensors,
 )
+from dissensus.utils.torch_modes import set_mode
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -75,7 +76,8 @@ class Particles(nn.Module):
         self.own, self.shared, self.members = own, shared, members
         self.training = self.template.training
         self._choose_runner()
-        self._places: dict[int, TensorPlaces] = {}  # of our own templates, by number
+        # By number of the template, with what they were found for: the caller's module may change.
+        self._places: dict[int, tuple[object, TensorPlaces]] = {}
         self._forward_attributes = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
         self.fully_sharded = sharding.is_fully_sharded(
             self.template.network
@@ -189,10 +191,11 @@ class Particles(nn.Module):
         return empty_copy_if_possible(self.templates[index % len(self.templates)])
 
     def train(self, mode: bool = True) -> "Particles":
-        super().train(mode)
+        self.training = mode
         fixed = self.frozen_norms() if mode else []
+        for part in {self.own, self.shared, *self.templates}:
+            set_mode(part, mode)
         for template in self.templates:
-            template.train(mode)
             for name in (*template.always_eval, *fixed):
                 template.get_submodule(name).training = False
         if new := sorted({*fixed} - {*self.template.always_eval, *self._logged_names}):
@@ -203,7 +206,7 @@ class Particles(nn.Module):
     def frozen_norms(self) -> list[str]:
         """Names of norm layers whose parameters are all frozen: training does not change their batch statistics."""
         frozen = {name for name, p in self.parameters_by_name().items() if not p.requires_grad}
-        return list(frozen_norms(self.template, frozen))
+        return list(frozen_norms(self.template, frozen)) if frozen else []
 
     def store_once(self, names: Collection[str]) -> None:
         """Stores only the first member's copy of these tensors, for all members."""
@@ -239,7 +242,7 @@ class Particles(nn.Module):
 
     def shared_parameters(self) -> Tensors:
         """Name -> tensor common to all members."""
-        return named_tensors(self.shared)[0]
+        return self._shared_tensors()[0]
 
     def parameters_by_name(self) -> Tensors:
         """Own and shared ones."""
@@ -249,7 +252,13 @@ class Particles(nn.Module):
         return named_tensors(self.own)[1]
 
     def shared_buffers(self) -> Tensors:
-        return named_tensors(self.shared)[1]
+        return self._shared_tensors()[1]
+
+    def _shared_tensors(self) -> tuple[Tensors, Tensors]:
+        if not self.wraps_original or torch.compiler.is_compiling():
+            return named_tensors(self.shared)
+        own = self.runner.own_tensors(self.template)
+        return dict(own), dict(own.buffers)
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) for the member with these tensors. Pure: changes nothing."""
@@ -264,10 +273,16 @@ class Particles(nn.Module):
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copy_by_name(buffers) if buffers else {}
         whole = self.full_tensors({**params, **buffers})
-        if number not in self._places and not self.wraps_original:  # once, but the caller's module may change
-            self._places[number] = TensorPlaces(template)
-        places = self._places.get(number)
+        places = None if torch.compiler.is_dynamo_compiling() else self._places_of_tensors(number)
         return written.run(template, call_with_tensors, template, whole, function, *args, places=places, alone=alone)
+
+    def _places_of_tensors(self, number: int) -> TensorPlaces:
+        """The places in this template, found again only if it is the caller's module and has changed."""
+        template = self.templates[number]
+        now = self.runner.own_tensors(template) if self.wraps_original else None
+        if number not in self._places or self._places[number][0] is not now:
+            self._places[number] = now, TensorPlaces(template)
+        return self._places[number][1]
 
     def full_tensors(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
@@ -285,7 +300,8 @@ class Particles(nn.Module):
             mine = [name for name in buffers if name in own]
             common = [name for name in buffers if name not in own and name not in self._frozen]
             targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
-            means = (self.exchange.average_members(buffers[name]) for name in common)
+            one = self.total_members == 1
+            means = (buffers[name][0] if one else self.exchange.average_members(buffers[name]) for name in common)
             copy_all(targets, [*(buffers[name] for name in mine), *means])
 
     def rows(self, varying: Tensors | None = None, common: Tensors | None = None) -> Rows:

@@ -26,7 +26,7 @@ from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
-from dissensus.utils.tensor_tree import Tensors, cache_submodules
+from dissensus.utils.tensor_tree import Tensors, cache_submodules, known_submodules
 
 
 class Watchers(nn.ModuleList):
@@ -88,6 +88,13 @@ class TrainableModule(CalibratedModule):
         self.use_prior(make_prior(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
+
+    @final
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """As torch's, which walks over all submodules each time that somebody asks for parameters or buffers."""
+        if memo is not None or prefix or not remove_duplicate or torch.compiler.is_compiling():
+            return super().named_modules(memo, prefix, remove_duplicate)
+        return ((path[:-1], part) for path, part in known_submodules(self))
 
     @property
     @final

@@ -111,9 +111,9 @@ def training_memory(
     posterior: Posterior, optimizer: torch.optim.Optimizer, batch: Batch, *, precision: torch.dtype | None = None
 ) -> Memory:
     """The memory for training on batches like this one: measured on one member on a GPU, elsewhere counted."""
-    tensors = [*posterior.parameters(), *posterior.buffers()]
+    parameters = list(posterior.parameters())
     recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
-    trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     key = ("activations", *request_key(posterior, batch, precision))
     if (found := posterior.particles.runner.plans.get(key)) is None:
         use_channels_last(posterior)  # as in training, on a GPU
@@ -124,7 +124,12 @@ def training_memory(
     states = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
     drawing = [each for each in (posterior, *posterior.watchers) if hasattr(type(each), "drawn_bytes")]
     drawn = sum(each.drawn_bytes() for each in drawing)
-    sizes = (_bytes(tensors) - recorded, _bytes(trained), states * _bytes(trained), activations)
+    sizes = (
+        _bytes([*parameters, *posterior.buffers()]) - recorded,
+        _bytes(trained),
+        states * _bytes(trained),
+        activations,
+    )
     return Memory(*sizes, members=members, workspace=workspace, recorded=recorded, drawn=drawn)
 
 

@@ -121,7 +121,7 @@ def fit(
         check_run(posterior, lr, optimizer, scheduler, patience=patience, validation=validation)
         if targets is not None:
             standardise_targets(posterior, division.complete_loader(data))
-        posterior.to(_training_device(device, posterior))
+        _move_to_device(posterior, _training_device(device, posterior))
         division.begin()
         resumes = checkpoint_exists(checkpoint, division)
         plan = Optimisation(posterior, optimizer, scheduler, division, lr=lr, epochs=epochs, resumes=resumes)
@@ -327,6 +327,12 @@ def _training_device(device: torch.device | str | None, posterior: Posterior) ->
     if device is not None:
         return available_device(device)
     return torch.device("cuda") if torch.cuda.is_available() and posterior.device.type == "cpu" else posterior.device
+
+
+def _move_to_device(posterior: Posterior, device: torch.device) -> None:
+    """Moves the posterior if something of it is elsewhere: torch takes long to see that nothing is."""
+    if any(tensor.device != device for tensor in (*posterior.parameters(), *posterior.buffers())):
+        posterior.to(device)
 
 
 def _autocast_dtype(precision: TrainingPrecision, posterior: Posterior) -> torch.dtype | None:

@@ -43,6 +43,8 @@ class Optimisation:
         self.optimizer, self.scheduler = optimizer, scheduler
         check_can_train(posterior, optimizer)
         log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=division.loader.length)
+        for mistake in () if self.is_default else decay_warnings(optimizer, posterior.groups()):
+            log.warning("%s", mistake)
 
     @property
     def lr(self) -> float:
@@ -128,8 +130,7 @@ def log_remarks(
         log.warning(text, type(scheduler).__name__, length, epochs)
     if (word := gamma_note(posterior, optimizer)) is not None:
         log.info("%s", word)
-    mixed = mixing_warnings(optimizer, posterior.particles.own_parameters().values())
-    for mistake in (*mixed, *decay_warnings(optimizer, posterior.groups())):
+    for mistake in mixing_warnings(optimizer, posterior.particles.own_parameters().values()):
         log.warning("%s", mistake)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.utils.tensor_tree import TensorTree, all_submodules, derived_names
+from dissensus.utils.tensor_tree import Cache, TensorTree, all_submodules, derived_names
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
@@ -75,6 +75,8 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
 
 def _copy_plain_value(value: Any) -> Any:
     """A copy of numbers, names, functions and lists or dicts of them; raises for anything else, which may change."""
+    if isinstance(value, Cache):
+        return type(value)
     if isinstance(value, SAME):
         return type(value), value
     if type(value) in (list, tuple):

@@ -20,14 +20,12 @@ _parameters, _buffers, _shape = map(attrgetter, ("_parameters", "_buffers", "sha
 class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's."""
 
-    # Tensors are read at every call, so that those of `torch.func.functional_call` are seen; nodes are found once.
-    _known: tuple["SubmoduleCache", list[nn.Module], list[tuple[str, nn.Module]]] | None = None
-
     def parameters_and_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
         if torch.compiler.is_dynamo_compiling():
             return dict(self.named_parameters()), dict(self.named_buffers())
-        found = [("", self), *self._named_nodes()]
+        # Tensors are read at every call, so that those of `torch.func.functional_call` are seen; nodes are found once.
+        found = known_submodules(self)
         parameters = {path + key: tensor for path, node in found for key, tensor in node._parameters.items()}
         buffers = {path + key: tensor for path, node in found for key, tensor in node._buffers.items()}
         for path, node in found:
@@ -36,14 +34,6 @@ class TensorTree(nn.Module):
                     hook(node, ())
                 parameters[path + leaf] = getattr(node, leaf)
         return parameters, buffers  # type: ignore[return-value]  # no tensor of a tree is None
-
-    def _named_nodes(self) -> list[tuple[str, nn.Module]]:
-        """(path, node) of the nodes below this one, which is not among them: it would be deleted late."""
-        cache, known, nodes = self._known or (SubmoduleCache(), [], [])
-        if (found := cache(*self._modules.values())) is not known:
-            nodes = named_submodules(self)[1:]
-            self._known = cache, found, nodes
-        return nodes
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
@@ -164,6 +154,31 @@ class RowCache(Cache):
         return self.known[1]
 
 
+class NamedSubmodules(Cache):
+    """(path, submodule) of all below a module, found again only where submodules changed; not of itself: it keeps this."""
+
+    def __init__(self) -> None:
+        self.submodules, self.known = SubmoduleCache(), list[nn.Module]()
+        self.named: list[tuple[str, nn.Module]] = []
+
+    def __call__(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if (found := self.submodules(*module._modules.values())) is not self.known:
+            self.known, self.named = found, named_submodules(module)[1:]
+        return self.named
+
+
+def known_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`named_submodules` of a module of this library, which keeps them."""
+    cache: NamedSubmodules = vars(module).get("_named_submodules") or keep_submodules(module)
+    return [("", module), *cache(module)]
+
+
+def keep_submodules(module: nn.Module) -> NamedSubmodules:
+    """What keeps the module's submodules from now on."""
+    cache = vars(module)["_named_submodules"] = NamedSubmodules()
+    return cache
+
+
 def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(path, with a dot at its end, and submodule), as `named_modules` has them, faster."""
     found: list[tuple[str, nn.Module]] = []
@@ -217,7 +232,9 @@ class OwnTensors(Tensors):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.buffers: Tensors = {}
-        _collect(module, self, self.buffers)
+        nodes = named_submodules(module)
+        _collect(nodes, "_parameters", self)
+        _collect(nodes, "_buffers", self.buffers)
 
 
 class OwnTensorsCache(Cache):
@@ -243,18 +260,23 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     """(parameters, buffers) by name; for a caller's module they may change between calls."""
     if isinstance(module, TensorTree):
         return module.parameters_and_buffers()
-    found: tuple[Tensors, Tensors] = {}, {}
-    _collect(module, *found)
+    own = OwnTensors(module)
+    return dict(own), own.buffers
+
+
+def known_buffers(module: nn.Module) -> Tensors:
+    """Name -> buffer of a module of this library, which keeps its submodules."""
+    found: Tensors = {}
+    _collect(known_submodules(module), "_buffers", found)
     return found
 
 
-def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
-    """Puts the module's tensors by name into the two."""
+def _collect(nodes: Iterable[tuple[str, nn.Module]], registry: str, into: Tensors) -> None:
+    """Puts the tensors in these registries into a dictionary by name, each once."""
     seen: set[int] = set()
-    for path, part in named_submodules(module):
-        registries: Any = (parameters, part._parameters), (buffers, part._buffers)
-        for into, registered in registries:
-            for leaf, tensor in registered.items() if registered else ():  # most have none
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    into[path + leaf] = tensor
+    for path, part in nodes:
+        registered = vars(part)[registry]
+        for leaf, tensor in registered.items() if registered else ():  # most have none
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                into[path + leaf] = tensor
