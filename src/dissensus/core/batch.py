@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.utils.arrays import as_tensor
+from dissensus.utils.network_outputs import output_tensor
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
@@ -58,9 +59,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on the device."""
-        x, y, weight = self
-        found = (None if each is None else move_to_device(each, device) for each in (x, y, weight))
-        return Batch(*found)  # type: ignore[arg-type]
+        return self.map(lambda tensor: _move_tensor(tensor, device))
 
 
 def split_labels(given: Any, labels: str | None = None, *, required: bool = False) -> Any:
@@ -102,31 +101,18 @@ def check_input_names(network: nn.Module, x: Inputs) -> None:
 
 
 def call_network(network: nn.Module, x: Inputs) -> Tensor:
-    """network's output for x: a tuple is passed as positional arguments, a dict as keyword arguments."""
-    if isinstance(x, Tensor):  # first, here and below: it is the usual case and the quickest question
-        outputs = network(x)
-    elif isinstance(x, Mapping):
-        outputs = network(**x)
-    elif isinstance(x, tuple | list):
-        outputs = network(*x)
-    else:
-        outputs = network(x)
+    """The output tensor of the network for x."""
+    outputs = all_outputs(network, x)
     return outputs if isinstance(outputs, Tensor) else output_tensor(outputs)
 
 
-def output_tensor(outputs: Any) -> Tensor:
-    """The output tensor of a network: what it returned, "logits" or else "out" of a dict, or the first one of a plain tuple."""
-    # Models of transformers return "logits", or with return_dict=False a tuple that starts with them; torchvision's
-    # segmentation models return "out" (their "aux" head is ignored). Named tuples of torchvision, and tuples with another
-    # tensor of that shape (a variance, auxiliary logits), are refused, because their other tensors belong in the loss.
-    found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
-    if type(outputs) is tuple:
-        tensors: list[Any] = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
-        found = tensors[0] if sum(each.shape == tensors[0].shape for each in tensors) == 1 else None
-    if not isinstance(found, Tensor):
-        got = type(outputs).__name__
-        raise TypeError(f'expected a network that returns one tensor, or "logits" or "out", got {got}; wrap it')
-    return found
+def all_outputs(network: nn.Module, x: Inputs) -> Any:
+    """What the network returns for x: a tuple is passed as positional arguments, a dict as keyword arguments."""
+    if isinstance(x, Tensor):  # first, here and below: it is the usual case and the quickest question
+        return network(x)
+    if isinstance(x, Mapping):
+        return network(**x)
+    return network(*x) if isinstance(x, tuple | list) else network(x)
 
 
 def convert_inputs(x: Any) -> Inputs:
@@ -153,7 +139,6 @@ def input_tensors(x: Inputs) -> list[Tensor]:
 
 def map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """x with function applied to every tensor in it."""
-
     if isinstance(x, Tensor):
         return function(x)
 
@@ -167,19 +152,17 @@ def map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
 
 def move_to_device(x: Inputs, device: torch.device) -> Inputs:
     """x on the device."""
-    # Copies to the host block: otherwise the values could be read before the copy is done.
-    soon = device.type != "cpu"
-    if isinstance(x, Tensor):
-        return x if x.device == device else _pin_for_gpu(x, device).to(device, non_blocking=soon)
-    return map_tensors(x, lambda tensor: _pin_for_gpu(tensor, device).to(device, non_blocking=soon))
+    return map_tensors(x, lambda tensor: _move_tensor(tensor, device))
 
 
-def _pin_for_gpu(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, in pinned memory if it goes to a GPU: from ordinary memory the copy would wait for the step before it."""
-    if device.type != "cuda":
+def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; to a GPU from pinned memory: from ordinary memory the copy would wait for the step before."""
+    if tensor.device == device:
         return tensor
-    goes = tensor.device.type == "cpu" and tensor.nbytes <= PINNED
-    return tensor.pin_memory() if goes and not tensor.is_pinned() else tensor
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes <= PINNED and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    # Copies to the host block: otherwise the values could be read before the copy is done.
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def count_examples(x: Inputs) -> int:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dissensus.core.batch import Batch, call_network
+from dissensus.core.batch import Batch, all_outputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import first_line, network_lock
 from dissensus.utils.batch_norm_names import frozen_norms, statistics_names
 from dissensus.utils.memory_layout import with_own_memory
 from dissensus.utils.module_state import OWN, deepcopy_memo
+from dissensus.utils.network_outputs import output_tensor
 from dissensus.utils.sharding import check_copyable
 from dissensus.utils.shared_tensors import is_one_tensor
 from dissensus.utils.tensor_tree import (
@@ -70,8 +71,23 @@ class Member(nn.Module):
         return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else known_buffers(self)
 
     def nll(self, batch: Batch) -> Tensor:
-        """() mean negative log-likelihood of the batch."""
-        return self.likelihood.nll(call_network(self.network, batch.x), batch.y, batch.weight)
+        """() mean negative log-likelihood of the batch; in training with that of an auxiliary head."""
+        return self.outputs_and_nll(batch)[1]
+
+    def outputs_and_nll(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(outputs (B, ...), `nll`)."""
+        outputs, auxiliary = self.outputs_and_auxiliary(batch)
+        nll = self.likelihood.nll(outputs, batch.y, batch.weight)
+        return outputs, nll + auxiliary if isinstance(auxiliary, Tensor) else nll
+
+    def outputs_and_auxiliary(self, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """(outputs (B, ...), in training () the mean loss of "aux" times the network's `auxiliary_weight`, or 0.0)."""
+        outputs = all_outputs(self.network, batch.x)
+        if isinstance(outputs, Tensor):
+            return outputs, 0.0
+        weight = getattr(self.network, "auxiliary_weight", 0.0) if self.network.training else 0.0
+        auxiliary = weight * self.likelihood.nll(outputs["aux"], batch.y, batch.weight) if weight else 0.0
+        return output_tensor(outputs), auxiliary
 
 
 def empty_copy(member: Member) -> Member:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from dissensus.utils.network_outputs import named_output
 from dissensus.utils.torch_private import TorchDispatchMode
 
 # Operations that use only the dtype, device or size of a tensor.
@@ -90,7 +91,7 @@ def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None
         plain = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
         symbols = [tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]]
         with used:
-            result = network(*symbols)
+            result = named_output(network(*symbols))
     except Exception:  # a forward may raise anything on symbols
         return None
     # No layer has run, so every computation with a parameter was outside a layer's own forward. Operations between tensors

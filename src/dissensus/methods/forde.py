@@ -61,9 +61,8 @@ class InputGradientPosterior(StackedPosterior):
             return super().member_loss(params, buffers, batch)
 
         def output_and_nll(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = batches.call_network(member.network, x)
-            chosen = spaces.selected_output(member.likelihood, outputs, some.y, self.gradient)
-            return chosen, member.likelihood.nll(outputs, some.y, some.weight)
+            outputs, nll = member.outputs_and_nll(some._replace(x=x))
+            return spaces.selected_output(member.likelihood, outputs, some.y, self.gradient), nll
 
         def of_inputs(x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensors]]:
             (chosen, nll), after = self.particles.call(output_and_nll, params, buffers, x)

@@ -152,8 +152,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             return super().member_loss(params, buffers, batch)
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
-            outputs = batches.call_network(member.network, batch.x)
-            nll = member.likelihood.nll(outputs, batch.y, batch.weight)
+            outputs, nll = member.outputs_and_nll(batch)
             return nll + self._output_penalty(outputs, batch.weight), self._comparison_values(outputs)
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
@@ -481,18 +480,19 @@ class SVGD(StackedPosterior):
         if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
-        def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
+        def slope(member: Member) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
             def loss(f: Tensor) -> tuple[Tensor, tuple[()]]:
                 return member.likelihood.nll(f, batch.y, batch.weight), ()
 
-            outputs = full_precision(batches.call_network(member.network, batch.x))
+            outputs, auxiliary = member.outputs_and_auxiliary(batch)
+            outputs = full_precision(outputs)
             (u,), _ = spaces.differentiate(loss, outputs.detach())
             u = self.particles.exchange.scale_by_fraction(u)
-            return loss(outputs)[0], outputs, spaces.attach_to_graph(u, outputs)
+            return loss(outputs)[0], outputs, spaces.attach_to_graph(u, outputs), auxiliary
 
-        (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
+        (nll, outputs, u, auxiliary), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": spaces.outputs_as_points(outputs, batch.weight), "slopes": u}
-        penalty = self.penalty(params)
+        penalty = self.penalty(params) + auxiliary
         if isinstance(penalty, Tensor):
             z["penalty"] = penalty
         return nll + penalty, z, buffers
@@ -500,7 +500,8 @@ class SVGD(StackedPosterior):
     def couple(self, z: Any) -> Any:
         """v = (1/M) [a_t K u + G/N] − u, with u_i the gradient of loss_i at its outputs, which the loss itself adds.
 
-        A weight prior, without gradient at the outputs, gets the likelihood's factor (a_t/M) Σ_j k_ij: between a_t/M and a_t.
+        A weight prior and an auxiliary head, without gradient at the outputs, get the likelihood's factor (a_t/M) Σ_j k_ij:
+        between a_t/M and a_t.
         """
         u, points = z["slopes"], z["points"]
         driving, slopes = self._matrices(squared_distances(points))

@@ -216,10 +216,10 @@ def add_trunk(network: nn.Module, channels: int, *, dilated: bool) -> None:
     draw_convolutions(network)
 
 
-def features(network: nn.Module, x: Tensor) -> Tensor:
-    """(B, 2048, h, w) features of a network with these layers."""
+def features(network: nn.Module, x: Tensor, *, stages: int = len(BLOCKS)) -> Tensor:
+    """(B, 2048, h, w) features of a network with these layers; (B, 1024, h, w) after three stages."""
     x = F.relu(network.bn1(network.conv1(x)))  # type: ignore[operator]
     x = F.max_pool2d(x, 3, stride=2, padding=1)
-    for i in range(1, len(BLOCKS) + 1):
+    for i in range(1, stages + 1):
         x = network.get_submodule(f"layer{i}")(x)
     return x

@@ -19,29 +19,33 @@ class PSPNet(nn.Module):
     """PSPNet for segmentation: (B, C, H, W) -> (B, outputs, H, W).
 
     The backbone's tensors have the names of torchvision's ResNet-50, without fc. The last two stages are dilated instead of
-    strided: features have an eighth of the image's size. There is no auxiliary head. `dropout`: of the last layer's channels.
+    strided: features have an eighth of the image's size. In training mode it returns {"out": logits, "aux": logits}; the loss
+    of "aux", a head on the third stage, counts `auxiliary_weight`; 0 leaves it out. `dropout`: of both last layers' channels.
     """
 
-    def __init__(self, outputs: int = 13, *, channels: int = 3, dropout: float = 0.1) -> None:
+    def __init__(
+        self, outputs: int = 13, *, channels: int = 3, dropout: float = 0.1, auxiliary_weight: float = 0.4
+    ) -> None:
         super().__init__()
         self.config = {"outputs": outputs, "channels": channels, "dropout": dropout}
+        self.config["auxiliary_weight"] = self.auxiliary_weight = auxiliary_weight
         add_trunk(self, channels, dilated=True)
         self.pyramid = nn.ModuleList(
             nn.Sequential(nn.AdaptiveAvgPool2d(size), *norm_block(nn.Conv2d(2048, 512, 1, bias=False), 512, nn.ReLU))
             for size in POOLED
         )
-        self.head = nn.Sequential(
-            *norm_block(nn.Conv2d(2048 + 512 * len(POOLED), 512, 3, padding=1, bias=False), 512, nn.ReLU),
-            nn.Dropout2d(dropout),
-            nn.Conv2d(512, outputs, 1),
-        )
+        self.head = pixel_head(2048 + 512 * len(POOLED), 512, outputs, dropout)
+        if auxiliary_weight:
+            self.auxiliary = pixel_head(1024, 256, outputs, dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found = features(self, x)
-        size = found.shape[2:]
-        pooled = [F.interpolate(part(found), size, mode="bilinear", align_corners=False) for part in self.pyramid]
-        logits = self.head(torch.cat([found, *pooled], dim=1))
-        return F.interpolate(logits, x.shape[2:], mode="bilinear", align_corners=False)
+    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        third = features(self, x, stages=3)
+        found: Tensor = self.layer4(third)  # type: ignore[operator]
+        pooled = [resize(part(found), found.shape[2:]) for part in self.pyramid]
+        logits = resize(self.head(torch.cat([found, *pooled], dim=1)), x.shape[2:])
+        if not (self.training and self.auxiliary_weight):
+            return logits
+        return {"out": logits, "aux": resize(self.auxiliary(third), x.shape[2:])}
 
 
 class ENet(nn.Module):
@@ -166,6 +170,16 @@ def unpool(x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
     """(B, C, *size): the values of x (B, C, h, w) at the places pooling took them from, 0 elsewhere."""
     empty = x.new_zeros(*x.shape[:2], size[0] * size[1])
     return empty.scatter(2, places.flatten(2), x.flatten(2)).reshape(*x.shape[:2], *size)
+
+
+def resize(x: Tensor, size: torch.Size) -> Tensor:
+    return F.interpolate(x, size, mode="bilinear", align_corners=False)
+
+
+def pixel_head(inputs: int, width: int, outputs: int, dropout: float) -> nn.Sequential:
+    """(B, inputs, h, w) -> (B, outputs, h, w)."""
+    block = norm_block(nn.Conv2d(inputs, width, 3, padding=1, bias=False), width, nn.ReLU)
+    return nn.Sequential(*block, nn.Dropout2d(dropout), nn.Conv2d(width, outputs, 1))
 
 
 def norm_block(layer: nn.Module, width: int, activation: type[nn.Module]) -> tuple[nn.Module, nn.Module, nn.Module]:

@@ -252,13 +252,9 @@ def examine_layers(
     network, names = particles.template.network, list(node_layers.split_by_layer(sites, ones))
     find_called_layers(2)
     passed, written = find_called_layers(3)
-    unmet = [name for name in names if name not in passed]
-    if len(unmet) == len(names):
+    if not passed:
         got = f"{type(network).__name__}, which calls no layer with latents"
         raise ValueError(f"expected a network that calls its layers, got {got}; name others with layers=[...]")
-    if unmet and not again:
-        why = "which forward does not call in eval mode; if it only reads their weights, exclude them with layers=[...]"
-        log.warning("latents have no effect in %s, %s", first_names(unmet), why)
     try:
         with preserve_random_state(like.device):
             particles.train()  # dropout and custom noise may modify outputs in training mode only
@@ -266,6 +262,9 @@ def examine_layers(
             passed, written = passed | now[0], written | now[1]
     except Exception:  # the network may need other batches in training mode; the real batch will show that
         written = set(names)
+    if not again and (unmet := [name for name in names if name not in passed]):
+        why = "which forward does not call; if it only reads their weights, exclude them with layers=[...]"
+        log.warning("latents have no effect in %s, %s", first_names(unmet), why)
     for name in passed:
         layer = network.get_submodule(name)
         layer.rewritten = name in written or (again and layer.rewritten)  # type: ignore[assignment]
