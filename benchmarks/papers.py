@@ -5,12 +5,13 @@
     python benchmarks/papers.py --collect benchmarks/results/papers     # papers.csv and pairs.csv of all files there
 
 DIR holds the data sets (docs/guides/data.md). A run whose file exists in OUT is skipped, so the same command continues a
-portion; `--jobs 2` trains two runs side by side on the GPU. Methods that watch one training count as one run. A run that
-cannot end within the minutes is stopped as soon as its epochs show it. Each file, OUT/TASK-SIZE/METHOD-seedN.npz, holds for
-every test image the confidence, correctness and NLL (clean) and the mean accuracy and NLL over corruption types at each
-severity, in half precision; accuracy, NLL and ECE of each type and severity; and a row of numbers with commit, versions,
-device and command. `--tables` also keeps every corrupted image's prediction. Where files came without their history, set
-DISSENSUS_COMMIT.
+portion; `--jobs 2` trains two runs side by side on the GPU, which they share best under NVIDIA's multi-process service
+(`nvidia-cuda-mps-control -d`: four small runs then cost the time of one). Methods that watch one training count as one run.
+A run that cannot end within the minutes is stopped as soon as its epochs show it. Each file, OUT/TASK-SIZE/METHOD-seedN.npz,
+holds for every test image the confidence, correctness and NLL (clean) and the mean accuracy and NLL over corruption types
+at each severity, in half precision; accuracy, NLL and ECE of each type and severity; and a row of numbers with commit,
+versions, device and command. `--tables` also keeps every corrupted image's prediction. Where files came without
+their history, set DISSENSUS_COMMIT.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
         if not runs:
             continue
         cells = [number_cell(key, [float(row[key]) for row in runs if row.get(key)], numbers.get(key)) for key in keys]
-        minutes = f"{summary(float(row['seconds']) / 60 for row in runs)[0]:.1f}"
+        minutes = f"{summary(minutes_of(row) for row in runs)[0]:.1f}"
         cells += [", ".join(dict.fromkeys(row.get("theory") or "–" for row in runs)) or "–"] * theory
         own = {row["metric"]: row for row in compared if row["method"] == method}
         found = [(COLUMNS[key][0].split(",")[0], *judge(key, own[key], task, method)) for key in judged if key in own]
@@ -158,7 +158,7 @@ def remarks(task: Task, rows: list[Row], mine: list[Row], verdicts: list[str]) -
     said = [f"Verdicts on published differences: {', '.join(counts)}."] * bool(counts)
     made = f"{task.settings['reference']['source']}."
     if mine:
-        spent = sum(float(row["seconds"]) for row in mine) / 60
+        spent = sum(map(minutes_of, mine))
         command_line, origins = command(task), origins_of(mine)
         made = f"*Ours/published. {made} `{command_line}`; {origins}; {spent:.0f} min of a GPU.*"
     left = [method for method in task.methods if not any(row["method"] == method for row in mine)]
@@ -219,11 +219,16 @@ def published_cell(key: str, numbers: Mapping[str, PublishedNumber]) -> str:
 
 def expected_minutes(task: Task, methods: list[str], rows: list[Row]) -> str:
     """About how long one seed of each takes: as its runs, or others of the task or of that method, or a guess."""
-    times = {row["method"]: float(row["seconds"]) / 60 for row in rows if row["size"] == "short"}
-    of_task = [float(row["seconds"]) / 60 for row in rows if (row["task"], row["size"]) == (task.name, task.size)]
+    times = {row["method"]: minutes_of(row) for row in rows if row["size"] == "short"}
+    of_task = [minutes_of(row) for row in rows if (row["task"], row["size"]) == (task.name, task.size)]
     usual = summary(of_task)[0] if of_task else TASKS.get(task.name, 5.0)
     forde = task.name.startswith("cifar") and task.name.endswith(("forde", "alpha"))  # the same networks and epochs
     return f"about {sum(times.get(method, usual) if forde else usual for method in methods):.0f}"
+
+
+def minutes_of(row: Row) -> float:
+    """Of training, with what an earlier process did of it, and evaluation; a shared training counts for each method."""
+    return (float(row["train_seconds"]) + float(row["evaluation_seconds"])) / 60
 
 
 def number_cell(key: str, values: list[float], number: PublishedNumber | None) -> str:
