@@ -128,15 +128,12 @@ def test_axes_have_their_names_in_an_onnx_file(tmp_path):
     check(in_onnxruntime(tmp_path / "m.onnx", x=x), posterior.predict(x))
 
 
-@pytest.mark.parametrize(
-    ("dynamic", "told"),
-    [
-        (True, "expected dynamic as axes and their names, got True"),
-        ({"words": {1: "length"}}, "expected names of inputs in dynamic, ids, mask, got words"),
-        ({2: "length"}, r"expected a dynamic axis of length 2 or more, got 2 of ids \(2, 1\)"),
-        ({1: "length"}, r"expected a dynamic axis of length 2 or more, got 1 of ids \(2, 1\)"),
-    ],
-)
+@pytest.mark.parametrize(("dynamic", "told"), [
+    (True, "expected dynamic as axes and their names, got True"),
+    ({"words": {1: "length"}}, "expected names of inputs in dynamic, ids, mask, got words"),
+    ({2: "length"}, r"expected a dynamic axis of length 2 or more, got 2 of ids \(2, 1\)"),
+    ({1: "length"}, r"expected a dynamic axis of length 2 or more, got 1 of ids \(2, 1\)"),
+])  # fmt: skip
 def test_axes_that_are_none_are_refused(dynamic, told, tmp_path):
     posterior = ds.MAP(FusedAttention()).eval()
     error = TypeError if dynamic is True else ValueError

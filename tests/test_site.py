@@ -116,14 +116,11 @@ def test_words_that_people_search_for_belong_to_one_page(hooks):
     assert {word: dict(words)[word] for word in SEARCHES} == {word: f"{page}.md" for word, page in SEARCHES.items()}
 
 
-@pytest.mark.parametrize(
-    ("source", "phone", "kind"),
-    [
-        ("figures/front.png", 'media="(max-width: 45em)" srcset="figures/front-narrow.png"', "figure"),
-        ("figures/memory.png", "--width: 770px", "figure"),
-        ("figures/corruptions.png", "--width: 1080px", "figure true-colours"),
-    ],
-)
+@pytest.mark.parametrize(("source", "phone", "kind"), [
+    ("figures/front.png", 'media="(max-width: 45em)" srcset="figures/front-narrow.png"', "figure"),
+    ("figures/memory.png", "--width: 770px", "figure"),
+    ("figures/corruptions.png", "--width: 1080px", "figure true-colours"),
+])  # fmt: skip
 def test_figures_have_a_form_for_phones_and_photographs_keep_their_colours(hooks, source, phone, kind):
     made = hooks.figure(f'<img alt="" src="{source}">', source, DOCS)
     assert made.startswith(f'<a class="{kind}" href="{source}">')

@@ -234,19 +234,16 @@ BOWL = (  # the surest are wrong more often
 LOW = (lambda s: 0.1 * s**3, lambda t: 0.1 * t**3 / 4)
 
 
-@pytest.mark.parametrize(
-    ("law", "risk", "ordered", "least"),  # least: share accepted, of 0.73 at most (0.62 of BOWL)
-    [
-        (STEEP, 0.05, True, 0.45),
-        pytest.param(FLAT, 0.05, True, 0.0, marks=pytest.mark.slow),
-        pytest.param(STEEP, 0.05, False, 0.3, marks=pytest.mark.slow),
-        pytest.param(FLAT, 0.05, False, 0.0, marks=pytest.mark.slow),
-        pytest.param(BOWL, 0.05, True, 0.1, marks=pytest.mark.slow),
-        pytest.param(BOWL, 0.05, False, 0.05, marks=pytest.mark.slow),
-        pytest.param(LOW, 0.01, True, 0.45, marks=pytest.mark.slow),
-        pytest.param(LOW, 0.01, False, 0.3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("law", "risk", "ordered", "least"), [
+    (STEEP, 0.05, True, 0.45),
+    pytest.param(FLAT, 0.05, True, 0.0, marks=pytest.mark.slow),
+    pytest.param(STEEP, 0.05, False, 0.3, marks=pytest.mark.slow),
+    pytest.param(FLAT, 0.05, False, 0.0, marks=pytest.mark.slow),
+    pytest.param(BOWL, 0.05, True, 0.1, marks=pytest.mark.slow),
+    pytest.param(BOWL, 0.05, False, 0.05, marks=pytest.mark.slow),
+    pytest.param(LOW, 0.01, True, 0.45, marks=pytest.mark.slow),
+    pytest.param(LOW, 0.01, False, 0.3, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_promise_is_broken_no_more_often_than_confidence_allows(law, risk, ordered, least):
     """In 400 calibrations at most 5 % and two standard errors, 7.2 %."""
     share, accepted = broken(*law, risk, runs=400, rows=400 if risk == 0.05 else 2000, ordered=ordered)

@@ -22,17 +22,14 @@ def test_a_batch_has_two_or_three_parts():
     assert Batch.from_tuple([x, y, w]) == (x, y, w)
 
 
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
-        (torch.zeros(2, 3), r"expected batches \(x, y\) or \(x, y, weight\), got Tensor of length 2"),
-        ({"x": 1, "y": 2}, "an entry 'labels' or 'label', got 'x', 'y'; pass ds.Loader"),
-        ((torch.zeros(2),), "got tuple of length 1"),
-        (5, "got int"),
-        ((torch.zeros(2), [0, 1]), "expected targets as a tensor, got list"),
-        (("text", torch.zeros(2)), "expected inputs as a tensor, tuple or dict of tensors, got str"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "text"), [
+    (torch.zeros(2, 3), r"expected batches \(x, y\) or \(x, y, weight\), got Tensor of length 2"),
+    ({"x": 1, "y": 2}, "an entry 'labels' or 'label', got 'x', 'y'; pass ds.Loader"),
+    ((torch.zeros(2),), "got tuple of length 1"),
+    (5, "got int"),
+    ((torch.zeros(2), [0, 1]), "expected targets as a tensor, got list"),
+    (("text", torch.zeros(2)), "expected inputs as a tensor, tuple or dict of tensors, got str"),
+])  # fmt: skip
 def test_other_batches_are_refused(batch, text):
     refuses(lambda: Batch.from_tuple(batch), text, TypeError)
     refuses(lambda: ds.fit(ds.MAP(nn.Linear(3, 2)), [batch], epochs=1, progress=False), text, TypeError)
@@ -57,17 +54,14 @@ def test_masks_may_hold_minus_infinity_and_nothing_else_that_is_not_finite():
             batches.check_finite(torch.tensor([[-torch.inf, 1.0], [-torch.inf, value]]))
 
 
-@pytest.mark.parametrize(
-    ("weight", "text"),
-    [
-        (torch.tensor([1.0, torch.nan]), "finite example weights of at least 0, got nan in row 1 of a batch; use"),
-        (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
-        (torch.tensor([1.0, torch.inf]), "got inf in row 1"),
-        (torch.tensor([1, 2]), r"got torch.int64 of shape \(2,\); .* remove a third tensor that is no weight"),
-        (torch.tensor(2.0), r"expected one floating-point weight per example, got torch.float32 of shape \(\)"),
-        (torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [-3.0, 1.0]]]), "got -3 in row 1"),
-    ],
-)
+@pytest.mark.parametrize(("weight", "text"), [
+    (torch.tensor([1.0, torch.nan]), "finite example weights of at least 0, got nan in row 1 of a batch; use"),
+    (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
+    (torch.tensor([1.0, torch.inf]), "got inf in row 1"),
+    (torch.tensor([1, 2]), r"got torch.int64 of shape \(2,\); .* remove a third tensor that is no weight"),
+    (torch.tensor(2.0), r"expected one floating-point weight per example, got torch.float32 of shape \(\)"),
+    (torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [-3.0, 1.0]]]), "got -3 in row 1"),
+])  # fmt: skip
 def test_weights_that_are_no_weights_are_an_error_of_their_own_before_anything_runs(weight, text):
     posterior = ds.DeepEnsemble([nn.Linear(3, 2) for _ in range(2)])
     batch = (torch.ones(2, 3), torch.tensor([0, 1]), weight)
@@ -216,18 +210,14 @@ class Endless(IterableDataset):
             yield torch.zeros(1)
 
 
-@pytest.mark.parametrize(
-    ("given", "length", "stream", "once"),
-    [
-        ([ROWS, ROWS, ROWS], 3, False, False),
-        (iter([ROWS, ROWS]), None, False, True),
-        (DataLoader(TensorDataset(*ROWS), batch_size=4), 2, False, False),
-        (DataLoader(Endless(), batch_size=2), None, True, False),
-        (Batches(*ROWS, batch_size=4), 2, False, False),
-        (ROWS, 1, False, False),
-    ],
-    ids=["list", "iterator", "DataLoader", "stream", "Batches", "data"],
-)
+@pytest.mark.parametrize(("given", "length", "stream", "once"), [
+    ([ROWS, ROWS, ROWS], 3, False, False),
+    (iter([ROWS, ROWS]), None, False, True),
+    (DataLoader(TensorDataset(*ROWS), batch_size=4), 2, False, False),
+    (DataLoader(Endless(), batch_size=2), None, True, False),
+    (Batches(*ROWS, batch_size=4), 2, False, False),
+    (ROWS, 1, False, False),
+], ids=["list", "iterator", "DataLoader", "stream", "Batches", "data"])  # fmt: skip
 def test_a_loader_knows_how_it_can_be_read(given, length, stream, once):
     loader = Loader(given)
     assert (loader.length, loader.is_stream, loader.can_be_read_once) == (length, stream, once)

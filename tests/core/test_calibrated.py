@@ -92,16 +92,12 @@ def observed(posterior):
     posterior.observe(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("change", "calibrated"),
-    [
-        (lambda p: ds.fit(p, LOADER, epochs=1, progress=False), False),
-        (observed, False),
-        (lambda p: p.load_state_dict(ensemble().state_dict()), False),
-        (lambda p: p.recalibrate(1.5, p.calibration), True),
-    ],
-    ids=["fit", "a loop of one's own", "another state", "another calibration"],
-)
+@pytest.mark.parametrize(("change", "calibrated"), [
+    (lambda p: ds.fit(p, LOADER, epochs=1, progress=False), False),
+    (observed, False),
+    (lambda p: p.load_state_dict(ensemble().state_dict()), False),
+    (lambda p: p.recalibrate(1.5, p.calibration), True),
+], ids=["fit", "a loop of one's own", "another state", "another calibration"])  # fmt: skip
 def test_what_stood_on_other_predictions_is_dropped_with_a_warning(change, calibrated, caplog):
     posterior = build()
     promise = posterior.promises["sets"]

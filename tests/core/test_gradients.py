@@ -200,15 +200,12 @@ def same(a: Gradients, b: Gradients) -> bool:
     return all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in pairs)
 
 
-@pytest.mark.parametrize(
-    ("method", "run"),
-    [
-        (ds.DeepEnsemble, looped_gradients),
-        (ds.FoRDE, looped_gradients),
-        (ds.FoRDE, looped_keeping_graphs),
-        (partial(ds.FunctionRDE, data_size=20), looped_keeping_graphs),
-    ],
-)
+@pytest.mark.parametrize(("method", "run"), [
+    (ds.DeepEnsemble, looped_gradients),
+    (ds.FoRDE, looped_gradients),
+    (ds.FoRDE, looped_keeping_graphs),
+    (partial(ds.FunctionRDE, data_size=20), looped_keeping_graphs),
+])  # fmt: skip
 def test_results_in_lanes_are_those_one_after_the_other(method, run) -> None:
     posterior, given = method([conv() for _ in range(3)]).train(), batch()
     expected, found = run(posterior, given), run(posterior, given, lanes=LANES)

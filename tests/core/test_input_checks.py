@@ -114,16 +114,12 @@ def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(name, meth
     use(posterior, torch.randn(6, 5, 5, 3).movedim(-1, 1), y)
 
 
-@pytest.mark.parametrize(
-    ("layer", "x", "words"),
-    [
-        (nn.Linear(4, 3), torch.zeros(5, 9), r"the network, Linear\(in_features=4.* mat1 and mat2 shapes"),
-        (nn.Sequential(nn.Embedding(7, 4)), torch.full((5, 2), 9), r"layer '0', Embedding\(7, 4\).* index out of"),
-        (nn.Sequential(nn.BatchNorm2d(4)), torch.zeros(5, 4), r"layer '0', BatchNorm2d.* expected 4D input"),
-        (nn.Sequential(nn.LSTM(4, 3)), torch.zeros(5, 2, 9), r"layer '0', LSTM.* Expected 4, got 9"),
-    ],
-    ids=["linear", "embedding", "norm", "lstm"],
-)
+@pytest.mark.parametrize(("layer", "x", "words"), [
+    (nn.Linear(4, 3), torch.zeros(5, 9), r"the network, Linear\(in_features=4.* mat1 and mat2 shapes"),
+    (nn.Sequential(nn.Embedding(7, 4)), torch.full((5, 2), 9), r"layer '0', Embedding\(7, 4\).* index out of"),
+    (nn.Sequential(nn.BatchNorm2d(4)), torch.zeros(5, 4), r"layer '0', BatchNorm2d.* expected 4D input"),
+    (nn.Sequential(nn.LSTM(4, 3)), torch.zeros(5, 2, 9), r"layer '0', LSTM.* Expected 4, got 9"),
+], ids=["linear", "embedding", "norm", "lstm"])  # fmt: skip
 def test_whatever_layer_fails_is_named(layer, x, words):
     refuses(lambda: ds.MAP(layer).predict(x), rf"expected inputs that the network can take, got .*{words}")
 
@@ -166,20 +162,16 @@ def without_statistics(width):
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width, track_running_stats=False), nn.Linear(width, 3))
 
 
-@pytest.mark.parametrize(
-    ("network", "x", "y"),
-    [
-        (Squeezes(4, 1), torch.randn(6, 4), torch.randn(6)),
-        (tiny.Scaled(), torch.randn(6), torch.randn(6)),
-        (OneSize(4, 2), torch.randn(6, 4), torch.randn(6, 2)),
-        (nn.Linear(4, 4), torch.randn(1, 4), torch.randn(1, 4)),
-        (nn.Conv2d(3, 3, 1), torch.randn(6, 3, 5, 5), torch.randn(6, 3, 5, 5)),
-        # Of as many examples as channels, without statistics: one is too few, and with an axis more it runs.
-        (without_statistics(6), torch.randn(6, 4), torch.randn(6, 3)),
-        (without_statistics(2), torch.randn(2, 4), torch.randn(2, 3)),
-    ],
-    ids=["squeezed", "numbers", "one size", "a batch of one", "images", "batch norm", "batch norm, two"],
-)
+@pytest.mark.parametrize(("network", "x", "y"), [
+    (Squeezes(4, 1), torch.randn(6, 4), torch.randn(6)),
+    (tiny.Scaled(), torch.randn(6), torch.randn(6)),
+    (OneSize(4, 2), torch.randn(6, 4), torch.randn(6, 2)),
+    (nn.Linear(4, 4), torch.randn(1, 4), torch.randn(1, 4)),
+    (nn.Conv2d(3, 3, 1), torch.randn(6, 3, 5, 5), torch.randn(6, 3, 5, 5)),
+    # Of as many examples as channels, without statistics: one is too few, and with an axis more it runs.
+    (without_statistics(6), torch.randn(6, 4), torch.randn(6, 3)),
+    (without_statistics(2), torch.randn(2, 4), torch.randn(2, 3)),
+], ids=["squeezed", "numbers", "one size", "a batch of one", "images", "batch norm", "batch norm, two"])  # fmt: skip
 @pytest.mark.parametrize("name", [name for name in USES if name != "evaluate"])
 def test_networks_that_are_unusual_are_left_alone(name, network, x, y):
     USES[name](ds.MAP(copy.deepcopy(network), likelihood=ds.Regression(noise=1.0)), x, y)
@@ -255,15 +247,11 @@ class Functional(nn.Linear):
         return super().forward(x).softmax(1)
 
 
-@pytest.mark.parametrize(
-    ("network", "said"),
-    [
-        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True), (Functional(4, 3), True),
-        (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False), (nn.Linear(4, 3), False),
-        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False), (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
-    ],
-    ids=["softmax", "functional", "log-softmax", "logits", "sigmoid", "relu"],
-)  # fmt: skip
+@pytest.mark.parametrize(("network", "said"), [
+    (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True), (Functional(4, 3), True),
+    (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False), (nn.Linear(4, 3), False),
+    (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False), (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
+], ids=["softmax", "functional", "log-softmax", "logits", "sigmoid", "relu"])  # fmt: skip
 def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplog):
     posterior, (x, y) = ds.MAP(copy.deepcopy(network).double()), tiny.points()
     with caplog.at_level(logging.WARNING, "dissensus"):
@@ -275,15 +263,11 @@ def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplo
     assert all("remove the last softmax, or return log-probabilities" in message for message in warned)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda posterior, x, y: [posterior.predict(x), posterior.predict(x[:3])],
-        lambda posterior, x, y: [ds.predict(posterior, [(x, y)]), posterior.predict(x)],
-        lambda posterior, x, y: [ds.summarise(posterior, [(x, y)]), ds.evaluate(posterior, [(x, y)])],
-    ],
-    ids=["predict", "ds.predict", "summarise"],
-)
+@pytest.mark.parametrize("use", [
+    lambda posterior, x, y: [posterior.predict(x), posterior.predict(x[:3])],
+    lambda posterior, x, y: [ds.predict(posterior, [(x, y)]), posterior.predict(x)],
+    lambda posterior, x, y: [ds.summarise(posterior, [(x, y)]), ds.evaluate(posterior, [(x, y)])],
+], ids=["predict", "ds.predict", "summarise"])  # fmt: skip
 def test_prediction_alone_warns_of_a_last_softmax_once(use, caplog):
     use(ds.MAP(nn.Sequential(nn.Linear(2, 2), nn.Softmax(1))), 100 * torch.randn(6, 2), torch.arange(6) % 2)
     assert caplog.text.count("seems to end in a softmax") == 1

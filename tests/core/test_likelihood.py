@@ -136,16 +136,12 @@ def test_half_precision_is_not_where_likelihoods_are_evaluated(dtype):
     assert bool(learned.nll(logits, mean.detach()).isfinite())
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "outputs", "y"),
-    [
-        (ds.Classification(), torch.randn(4, 3, dtype=F64), torch.tensor([0, 1, 2, 1])),
-        (ds.Classification(), torch.randn(4, 3, 2, 2, dtype=F64), torch.randint(3, (4, 2, 2))),
-        (ds.Regression(noise=0.5), torch.randn(4, 2, dtype=F64), torch.randn(4, 2, dtype=F64)),
-        (ds.HeteroscedasticRegression(), torch.randn(4, 2, dtype=F64), torch.randn(4, 1, dtype=F64)),
-    ],
-    ids=["classes", "pixels", "regression", "heteroscedastic"],
-)
+@pytest.mark.parametrize(("likelihood", "outputs", "y"), [
+    (ds.Classification(), torch.randn(4, 3, dtype=F64), torch.tensor([0, 1, 2, 1])),
+    (ds.Classification(), torch.randn(4, 3, 2, 2, dtype=F64), torch.randint(3, (4, 2, 2))),
+    (ds.Regression(noise=0.5), torch.randn(4, 2, dtype=F64), torch.randn(4, 2, dtype=F64)),
+    (ds.HeteroscedasticRegression(), torch.randn(4, 2, dtype=F64), torch.randn(4, 1, dtype=F64)),
+], ids=["classes", "pixels", "regression", "heteroscedastic"])  # fmt: skip
 def test_a_weight_of_two_is_the_example_twice(likelihood, outputs, y):
     weight = torch.tensor([1.0, 2.0, 1.0, 0.0])
     rows = torch.tensor([0, 1, 1, 2])
@@ -203,27 +199,24 @@ def test_class_weights_that_are_none():
     refuses(lambda: ds.Laplace(nn.Linear(4, 3), likelihood=three), "expected a likelihood without class_weights")
 
 
-@pytest.mark.parametrize(
-    ("shape", "y", "text"),
-    [
-        ((4, 3), torch.tensor([0, 1, 2, 3]), "expected labels in 0…2, got 3"),
-        ((4, 3), torch.tensor([0, 1, 2, -1]), "expected labels in 0…2, got -1"),
-        ((4, 3), torch.tensor([0, 1, 2, -100]), "expected labels in 0…2, got -100"),
-        ((4, 3), torch.tensor([0, 1, 2]), r"class indices of shape \(4,\).* got torch.int64 of shape \(3,\)"),
-        ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one class index per example"),
-        ((4, 2), torch.zeros(4, dtype=torch.bool), r"bool of shape \(4,\); pass one class index per example, y.long\("),
-        ((4, 3), torch.eye(4, 3, dtype=torch.int64), "pass class indices, not one-hot rows"),
-        ((4, 3), torch.zeros(4), r"got torch.float32 of shape \(4,\); pass one class index per example, y.long"),
-        ((4, 3), torch.ones(4, 3), "expected soft labels ≥ 0 that sum to one"),
-        ((4, 3), torch.tensor([[2.0, -1.0, 0.0]]).repeat(4, 1), "expected soft labels ≥ 0 that sum to one"),
-        ((4, 3), torch.full((4, 3), math.nan), "expected soft labels ≥ 0 that sum to one"),
-        ((4, 3), torch.zeros(4, dtype=torch.bool), "got torch.bool"),
-        ((4, 1), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4, 1\)"),
-        ((4,), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4,\)"),
-        ((2, 3, 5, 6), torch.zeros(2, dtype=torch.int64), r"expected integer class indices of shape \(2, 5, 6\)"),
-        ((2, 3, 5, 6), torch.zeros(2, 6, 5, dtype=torch.int64), r"expected integer class indices of shape \(2, 5, 6\)"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "y", "text"), [
+    ((4, 3), torch.tensor([0, 1, 2, 3]), "expected labels in 0…2, got 3"),
+    ((4, 3), torch.tensor([0, 1, 2, -1]), "expected labels in 0…2, got -1"),
+    ((4, 3), torch.tensor([0, 1, 2, -100]), "expected labels in 0…2, got -100"),
+    ((4, 3), torch.tensor([0, 1, 2]), r"class indices of shape \(4,\).* got torch.int64 of shape \(3,\)"),
+    ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one class index per example"),
+    ((4, 2), torch.zeros(4, dtype=torch.bool), r"bool of shape \(4,\); pass one class index per example, y.long\("),
+    ((4, 3), torch.eye(4, 3, dtype=torch.int64), "pass class indices, not one-hot rows"),
+    ((4, 3), torch.zeros(4), r"got torch.float32 of shape \(4,\); pass one class index per example, y.long"),
+    ((4, 3), torch.ones(4, 3), "expected soft labels ≥ 0 that sum to one"),
+    ((4, 3), torch.tensor([[2.0, -1.0, 0.0]]).repeat(4, 1), "expected soft labels ≥ 0 that sum to one"),
+    ((4, 3), torch.full((4, 3), math.nan), "expected soft labels ≥ 0 that sum to one"),
+    ((4, 3), torch.zeros(4, dtype=torch.bool), "got torch.bool"),
+    ((4, 1), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4, 1\)"),
+    ((4,), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4,\)"),
+    ((2, 3, 5, 6), torch.zeros(2, dtype=torch.int64), r"expected integer class indices of shape \(2, 5, 6\)"),
+    ((2, 3, 5, 6), torch.zeros(2, 6, 5, dtype=torch.int64), r"expected integer class indices of shape \(2, 5, 6\)"),
+])  # fmt: skip
 def test_labels_that_cannot_belong_to_the_logits(shape, y, text):
     refuses(lambda: ds.Classification().check(torch.Size(shape), y), text)
     network = nn.Sequential(nn.Flatten(), nn.Linear(2, math.prod(shape[1:])), nn.Unflatten(1, shape[1:] or (1,)))
@@ -231,18 +224,15 @@ def test_labels_that_cannot_belong_to_the_logits(shape, y, text):
     refuses(lambda: ds.MAP(network).backward(torch.zeros(shape[0], 2), y), text)
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "shape", "y", "text"),
-    [
-        (ds.Regression(), (4, 1), torch.zeros(4), r"expected targets of shape \(4, 1\), got \(4,\); reshape"),
-        (ds.Regression(), (4,), torch.zeros(4, 1), r"expected targets of shape \(4,\), got \(4, 1\)"),
-        (ds.Regression(), (4, 1), torch.zeros(4, 1, dtype=torch.int64), "expected real targets, got torch.int64"),
-        (ds.Regression(), (4, 1), torch.full((4, 1), math.nan), "expected finite targets, got NaN or infinity"),
-        (ds.Regression(), (4, 1), torch.full((4, 1), math.inf), "expected finite targets"),
-        (ds.HeteroscedasticRegression(), (4, 3), torch.zeros(4, 1), r"expected outputs of shape \(B, 2D\)"),
-        (ds.HeteroscedasticRegression(), (4, 4), torch.zeros(4, 4), r"expected targets of shape \(4, 2\)"),
-    ],
-)
+@pytest.mark.parametrize(("likelihood", "shape", "y", "text"), [
+    (ds.Regression(), (4, 1), torch.zeros(4), r"expected targets of shape \(4, 1\), got \(4,\); reshape"),
+    (ds.Regression(), (4,), torch.zeros(4, 1), r"expected targets of shape \(4,\), got \(4, 1\)"),
+    (ds.Regression(), (4, 1), torch.zeros(4, 1, dtype=torch.int64), "expected real targets, got torch.int64"),
+    (ds.Regression(), (4, 1), torch.full((4, 1), math.nan), "expected finite targets, got NaN or infinity"),
+    (ds.Regression(), (4, 1), torch.full((4, 1), math.inf), "expected finite targets"),
+    (ds.HeteroscedasticRegression(), (4, 3), torch.zeros(4, 1), r"expected outputs of shape \(B, 2D\)"),
+    (ds.HeteroscedasticRegression(), (4, 4), torch.zeros(4, 4), r"expected targets of shape \(4, 2\)"),
+])  # fmt: skip
 def test_targets_that_cannot_belong_to_the_outputs(likelihood, shape, y, text):
     refuses(lambda: likelihood.check(torch.Size(shape), y), text)
 

@@ -341,13 +341,10 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ds.MAP(normed()), lambda: ds.DeepEnsemble([normed(), normed()]), lambda: ds.MCDropout(normed()),
-        lambda: ds.NodeBNN(normed(), data_size=10), lambda: ds.SWAG(normed()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("make", [
+    lambda: ds.MAP(normed()), lambda: ds.DeepEnsemble([normed(), normed()]), lambda: ds.MCDropout(normed()),
+    lambda: ds.NodeBNN(normed(), data_size=10), lambda: ds.SWAG(normed()),
+])  # fmt: skip
 def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
     posterior = make().train()
     posterior.particles.templates[0].network[1].training = False

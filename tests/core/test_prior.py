@@ -73,15 +73,12 @@ def test_the_prior_of_weights_in_half_precision_is_that_of_the_same_numbers_in_f
     assert float(found.detach()) == pytest.approx(float(exact.detach()), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("values", "told", "error"),
-    [
-        *(((None, n), "data_size as a whole number, got", TypeError) for n in (2.5, 10.0, True, "600", math.nan)),
-        *(((1.0, n), "data_size of at least 1, got", ValueError) for n in (0, -3)),
-        *(((std, 10), "weight_prior_std as a number, got", TypeError) for std in (True, "1")),
-        *(((std, 10), "weight_prior_std above 0, got", ValueError) for std in (math.nan, math.inf, -1.0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("values", "told", "error"), [
+    *(((None, n), "data_size as a whole number, got", TypeError) for n in (2.5, 10.0, True, "600", math.nan)),
+    *(((1.0, n), "data_size of at least 1, got", ValueError) for n in (0, -3)),
+    *(((std, 10), "weight_prior_std as a number, got", TypeError) for std in (True, "1")),
+    *(((std, 10), "weight_prior_std above 0, got", ValueError) for std in (math.nan, math.inf, -1.0, 0)),
+])  # fmt: skip
 def test_deviations_and_numbers_of_examples_that_are_none_are_refused(values, told, error):
     refuses(lambda: make_prior(None, *values), f"expected {told}", error)
     std, size = (1.0 if values[0] is None else values[0]), values[1]

@@ -218,16 +218,12 @@ def test_methods_that_prepare_their_steps_themselves_start_it_too(how):
     assert (tensors["likelihood.log_noise"] > math.log(FAR)).all()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda posterior, x, y: posterior.predict(x),
-        lambda posterior, x, y: ds.predict(posterior, [(x, y)]),
-        lambda posterior, x, y: ds.summarise(posterior, [(x, y)]),
-        lambda posterior, x, y: ds.evaluate(posterior, [(x, y)]),
-    ],
-    ids=["predict", "ds.predict", "summarise", "evaluate"],
-)
+@pytest.mark.parametrize("use", [
+    lambda posterior, x, y: posterior.predict(x),
+    lambda posterior, x, y: ds.predict(posterior, [(x, y)]),
+    lambda posterior, x, y: ds.summarise(posterior, [(x, y)]),
+    lambda posterior, x, y: ds.evaluate(posterior, [(x, y)]),
+], ids=["predict", "ds.predict", "summarise", "evaluate"])  # fmt: skip
 def test_a_noise_that_was_never_trained_is_warned_of_once_where_it_predicts(use, caplog):
     x, y = rows()
     posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression())

@@ -237,15 +237,12 @@ def test_a_saved_posterior_of_tokens_predicts_the_same(tmp_path):
     assert summary.targets[4, 3:].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    ("shape", "y", "message"),
-    [
-        ((2, 3, 5), torch.zeros(2, 4, dtype=torch.long), r"expected logits \(B, T, C\) and integer labels \(B, T\)"),
-        ((2, 3, 5), torch.zeros(2, 3), "integer labels"),
-        ((2, 5), torch.zeros(2, dtype=torch.long), "integer labels"),
-        ((2, 3, 5), torch.full((2, 3), 5), "expected labels in 0…4, got 5"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "y", "message"), [
+    ((2, 3, 5), torch.zeros(2, 4, dtype=torch.long), r"expected logits \(B, T, C\) and integer labels \(B, T\)"),
+    ((2, 3, 5), torch.zeros(2, 3), "integer labels"),
+    ((2, 5), torch.zeros(2, dtype=torch.long), "integer labels"),
+    ((2, 3, 5), torch.full((2, 3), 5), "expected labels in 0…4, got 5"),
+])  # fmt: skip
 def test_targets_that_do_not_fit_are_refused(shape, y, message):
     refuses(lambda: ds.Tokens().check(torch.Size(shape), y), message)
 

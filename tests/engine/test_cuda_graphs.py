@@ -359,18 +359,14 @@ def test_what_was_kept_is_handed_out_and_not_made_again() -> None:
         assert run().tolist() == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x, count: x.new_tensor([float(count)]),
-        lambda x, count: torch.tensor(count, device=x.device),
-        lambda x, count: torch.rand(3).to(x.device),
-        lambda x, count: torch.as_tensor(np.random.default_rng(count).normal(size=2), device=x.device),
-        lambda x, count: x[[count % 2]],
-        lambda x, count: [x.new_tensor([1.0]) for _ in range(count)],
-    ],
-    ids=["counter", "scalar", "noise of torch", "noise of numpy", "index", "number"],
-)
+@pytest.mark.parametrize("make", [
+    lambda x, count: x.new_tensor([float(count)]),
+    lambda x, count: torch.tensor(count, device=x.device),
+    lambda x, count: torch.rand(3).to(x.device),
+    lambda x, count: torch.as_tensor(np.random.default_rng(count).normal(size=2), device=x.device),
+    lambda x, count: x[[count % 2]],
+    lambda x, count: [x.new_tensor([1.0]) for _ in range(count)],
+], ids=["counter", "scalar", "noise of torch", "noise of numpy", "index", "number"])  # fmt: skip
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_changes_from_call_to_call_is_not_frozen(make, times: int) -> None:
     count = 0

@@ -52,14 +52,11 @@ MIXED = ("svgd", "weighted")
 ALIKE = [(method, case) for method in ("map", "weight_rde", "svgd") for case in CASES if (method, case) != MIXED]
 
 
-@pytest.mark.parametrize(
-    ("method", "case"),
-    [
-        *thinned(["deep_ensemble", "forde"], list(CASES), every=2),
-        MIXED,
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ALIKE),
-    ],
-)
+@pytest.mark.parametrize(("method", "case"), [
+    *thinned(["deep_ensemble", "forde"], list(CASES), every=2),
+    MIXED,
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ALIKE),
+])  # fmt: skip
 def test_a_step_of_several_batches_is_that_of_one_large_batch(method, case):
     expected = trained(method, case, [0, 40])
     for cuts in ([0, 10, 20, 30, 40], [0, 3, 20, 39, 40]):

@@ -215,15 +215,12 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog, monkeypatc
     assert [r.message for r in caplog.records] == ["members run uncompiled: the compiler failed (no such kernel)"]
 
 
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ("fast", 'expected engine "auto"'),
-        ("loop+vectorised", "expected one of"),
-        ("captured", "expected a GPU"),
-        ("streamed", "expected a GPU"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "message"), [
+    ("fast", 'expected engine "auto"'),
+    ("loop+vectorised", "expected one of"),
+    ("captured", "expected a GPU"),
+    ("streamed", "expected a GPU"),
+])  # fmt: skip
 def test_an_engine_that_cannot_be_is_one_clear_error(engine: str, message: str) -> None:
     if torch.cuda.is_available() and "GPU" in message:
         message = "never raised"

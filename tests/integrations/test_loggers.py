@@ -184,15 +184,12 @@ def test_optuna_gets_validation_scores_and_ends_a_trial(monkeypatch):
     refuses(lambda: ds.fit(posterior, batches(), epochs=1, callback=loggers.Optuna(trial), **QUIET), told)
 
 
-@pytest.mark.parametrize(
-    ("build", "package", "module"),
-    [
-        (lambda: loggers.TensorBoard("folder"), "tensorboard", "torch.utils.tensorboard"),
-        (loggers.MLflow, "mlflow", "mlflow"),
-        (loggers.WandB, "wandb", "wandb"),
-        (lambda: loggers.Optuna(None), "optuna", "optuna"),
-    ],
-)
+@pytest.mark.parametrize(("build", "package", "module"), [
+    (lambda: loggers.TensorBoard("folder"), "tensorboard", "torch.utils.tensorboard"),
+    (loggers.MLflow, "mlflow", "mlflow"),
+    (loggers.WandB, "wandb", "wandb"),
+    (lambda: loggers.Optuna(None), "optuna", "optuna"),
+])  # fmt: skip
 def test_a_package_that_is_missing_is_named_in_one_line(build, package, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     refuses(lambda: build(), f"^this logger needs {package}: pip install {package}$", ImportError)

@@ -97,17 +97,14 @@ class Doubled(nn.BatchNorm2d):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "dims"),
-    [
-        (nn.SyncBatchNorm(2), (2, 3, 3), (0, 2, 3)),  # one process: as batch norm
-        (Doubled(2), (2, 3, 3), (0, 2, 3)),
-        (nn.BatchNorm2d(2), (2, 3, 3), (0, 2, 3)),
-        (nn.BatchNorm3d(2), (2, 3, 3, 2), (0, 2, 3, 4)),
-        (nn.BatchNorm1d(2, momentum=None), (2, 5), (0, 2)),
-        (home_made(), (4,), 0),
-    ],
-)
+@pytest.mark.parametrize(("layer", "shape", "dims"), [
+    (nn.SyncBatchNorm(2), (2, 3, 3), (0, 2, 3)),  # one process: as batch norm
+    (Doubled(2), (2, 3, 3), (0, 2, 3)),
+    (nn.BatchNorm2d(2), (2, 3, 3), (0, 2, 3)),
+    (nn.BatchNorm3d(2), (2, 3, 3, 2), (0, 2, 3, 4)),
+    (nn.BatchNorm1d(2, momentum=None), (2, 5), (0, 2)),
+    (home_made(), (4,), 0),
+])  # fmt: skip
 def test_every_batch_norm_is_refreshed(layer, shape, dims):
     network = nn.Sequential(layer).double()
     particles, loader = stack(network), batches(shape)

@@ -205,15 +205,12 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
     refuses(lambda: tripled(network, layers=["1.*", "head"]), "expected names of layers, got head")
 
 
-@pytest.mark.parametrize(
-    ("network", "words"),
-    [
-        (nn.Sequential(nn.ReLU()), "expected a network with a linear or convolutional layer, got Sequential"),
-        (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight', which is lazy"),
-        (nn.Sequential(nn.Embedding(2, 2)), "lookup"),
-        (tripled(nn.Sequential(nn.Linear(2, 2)))[0], "already converted"),
-    ],
-)
+@pytest.mark.parametrize(("network", "words"), [
+    (nn.Sequential(nn.ReLU()), "expected a network with a linear or convolutional layer, got Sequential"),
+    (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight', which is lazy"),
+    (nn.Sequential(nn.Embedding(2, 2)), "lookup"),
+    (tripled(nn.Sequential(nn.Linear(2, 2)))[0], "already converted"),
+])  # fmt: skip
 def test_a_network_without_anything_to_convert_is_refused(network, words):
     refuses(lambda: tripled(network), words)
 

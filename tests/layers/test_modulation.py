@@ -134,18 +134,15 @@ def assert_same(found, expected, atol=1e-12):
         torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("network", "keywords", "lengths"),
-    [
-        (mlp, {}, [4]),
-        (mlp, {"form": "talk"}, [3]),
-        (mlp, {"regime": "collective"}, [4]),
-        (mlp, {"kind": ds.DropoutEnsemble, "rate": 0.5}, [3]),
-        (mlp, {"layers": ["layers.0", "layers.2", "layers.6"]}, [2]),
-        (twice, {}, [2, 3]),
-        (frozen, {}, [4]),
-    ],
-)
+@pytest.mark.parametrize(("network", "keywords", "lengths"), [
+    (mlp, {}, [4]),
+    (mlp, {"form": "talk"}, [3]),
+    (mlp, {"regime": "collective"}, [4]),
+    (mlp, {"kind": ds.DropoutEnsemble, "rate": 0.5}, [3]),
+    (mlp, {"layers": ["layers.0", "layers.2", "layers.6"]}, [2]),
+    (twice, {}, [2, 3]),
+    (frozen, {}, [4]),
+])  # fmt: skip
 def test_gradients_are_those_of_one_layer_after_the_other(network, keywords, lengths, used):
     made, given = posterior(network, **keywords), batch()
     found = gradients.vectorised_gradients(made, given)

@@ -200,20 +200,16 @@ def frozen():
     return network
 
 
-@pytest.mark.parametrize(
-    ("networks", "text"),
-    [
-        (lambda: [nn.Linear(4, 3), nn.Linear(4, 2)], "''.*out_features=3.*in member 0.*out_features=2.*in member 1"),
-        (lambda: [activation(0.1), activation(0.1), activation(0.2)], "layer '1'.*0.1.*in member 0.*0.2.*in member 2"),
-        (lambda: [nn.Linear(4, 3), nn.Linear(4, 3).double()], "float32 in member 0.*float64 in member 1"),
-        (lambda: [tied(True), tied(False)], "parameter 'b.weight'.*tied to a.weight in member 0"),
-        (lambda: [nn.Linear(4, 3), frozen()], "parameter 'bias'.*frozen in member 1"),
-        (lambda: [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))], "layer ''.*Linear.*in member 0, Sequential"),
-        (lambda: [nn.Linear(4, 3), nn.Linear(4, 3, bias=False)], "bias=True.*in member 0.*bias=False.*in member 1"),
-        (lambda: [nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.5)], "momentum=0.1.*momentum=0.5"),
-    ],
-    ids=["width", "activation", "dtype", "tying", "freezing", "nesting", "bias", "momentum"],
-)
+@pytest.mark.parametrize(("networks", "text"), [
+    (lambda: [nn.Linear(4, 3), nn.Linear(4, 2)], "''.*out_features=3.*in member 0.*out_features=2.*in member 1"),
+    (lambda: [activation(0.1), activation(0.1), activation(0.2)], "layer '1'.*0.1.*in member 0.*0.2.*in member 2"),
+    (lambda: [nn.Linear(4, 3), nn.Linear(4, 3).double()], "float32 in member 0.*float64 in member 1"),
+    (lambda: [tied(True), tied(False)], "parameter 'b.weight'.*tied to a.weight in member 0"),
+    (lambda: [nn.Linear(4, 3), frozen()], "parameter 'bias'.*frozen in member 1"),
+    (lambda: [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))], "layer ''.*Linear.*in member 0, Sequential"),
+    (lambda: [nn.Linear(4, 3), nn.Linear(4, 3, bias=False)], "bias=True.*in member 0.*bias=False.*in member 1"),
+    (lambda: [nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.5)], "momentum=0.1.*momentum=0.5"),
+], ids=["width", "activation", "dtype", "tying", "freezing", "nesting", "bias", "momentum"])  # fmt: skip
 def test_networks_of_different_architecture_are_refused(networks, text):
     told = f"expected members of one architecture, got .*{text}.*; build all members the same way"
     refuses(lambda: ds.DeepEnsemble(networks()), told)

@@ -188,15 +188,11 @@ def test_sixteen_members_have_fewer_than_a_fifth_more_parameters(make):
     assert count < sum(p.numel() for p in posterior.parameters()) < 1.2 * count
 
 
-@pytest.mark.parametrize(
-    ("net", "x"),
-    [
-        (encoder, torch.randint(11, (6, 5))),
-        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
-         torch.randn(6, 2, 5, 5)),
-    ],
-    ids=["encoder", "conv"],
-)  # fmt: skip
+@pytest.mark.parametrize(("net", "x"), [
+    (encoder, torch.randint(11, (6, 5))),
+    (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
+     torch.randn(6, 2, 5, 5)),
+], ids=["encoder", "conv"])  # fmt: skip
 def test_it_trains_under_accumulate_and_clip_and_goes_on_from_a_checkpoint(net, x, tmp_path):
     y, network = torch.arange(6) % 3, net()
     network(x)  # fills in lazy sizes
@@ -216,20 +212,16 @@ def test_it_trains_under_accumulate_and_clip_and_goes_on_from_a_checkpoint(net, 
     assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv1d(4, 6, 3, groups=2, padding=1, padding_mode="reflect"), (2, 4, 8)),
-        (nn.Conv2d(4, 6, 3, groups=2, stride=2), (2, 4, 8, 8)),
-        (nn.Conv3d(4, 6, 2, bias=False), (2, 4, 4, 4, 4)),
-        (nn.ConvTranspose1d(4, 6, 3, groups=2), (2, 4, 8)),
-        (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
-        (nn.ConvTranspose3d(4, 6, 2), (2, 4, 3, 3, 3)),
-        (nn.Linear(8, 5), (2, 4, 8)),
-        (ds.nets.MLP(8, 5, hidden=(3,), parameterization="ntk").layers[0], (2, 8)),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
+@pytest.mark.parametrize(("layer", "shape"), [
+    (nn.Conv1d(4, 6, 3, groups=2, padding=1, padding_mode="reflect"), (2, 4, 8)),
+    (nn.Conv2d(4, 6, 3, groups=2, stride=2), (2, 4, 8, 8)),
+    (nn.Conv3d(4, 6, 2, bias=False), (2, 4, 4, 4, 4)),
+    (nn.ConvTranspose1d(4, 6, 3, groups=2), (2, 4, 8)),
+    (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
+    (nn.ConvTranspose3d(4, 6, 2), (2, 4, 3, 3, 3)),
+    (nn.Linear(8, 5), (2, 4, 8)),
+    (ds.nets.MLP(8, 5, hidden=(3,), parameterization="ntk").layers[0], (2, 8)),
+], ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "")  # fmt: skip
 def test_factors_of_activations_of_kernels_and_folded_ones_agree(layer, shape):
     posterior = ds.BatchEnsemble(nn.Sequential(layer), members=3, modulation=ds.Modulation.normal(0.3, 1.0)).double()
     x = torch.randn(shape, dtype=torch.float64)
@@ -324,21 +316,18 @@ def test_a_tied_output_layer_stays_tied_to_its_embedding():
     assert posterior.particles.shared_parameters()["network.embedding.weight"].grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    ("keywords", "error", "words"),
-    [
-        ({"members": 0}, ValueError, "members of at least 1, got 0"),
-        ({"members": 2.0}, TypeError, "members as a whole number"),
-        ({"modulation": None}, TypeError, r"got None; pass Modulation.sign\(\) for independent .* pretrained"),
-        ({"modulation": "sign"}, TypeError, "expected a modulation, got 'sign'"),
-        ({"regime": "both"}, ValueError, r"regime of auto, independent, collective, .* or pass γ as a number"),
-        ({"regime": 0.0}, ValueError, "regime above 0"),
-        ({"form": "u"}, ValueError, "form of wen, talk"),
-        ({"modulation_lr": -1.0}, ValueError, "modulation_lr of at least 0"),
-        ({"modulation_lr": "a"}, TypeError, "modulation_lr as a number, got 'a'"),
-        ({"net": lambda: nn.Sequential(nn.ReLU())}, ValueError, "with a linear or convolutional layer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keywords", "error", "words"), [
+    ({"members": 0}, ValueError, "members of at least 1, got 0"),
+    ({"members": 2.0}, TypeError, "members as a whole number"),
+    ({"modulation": None}, TypeError, r"got None; pass Modulation.sign\(\) for independent .* pretrained"),
+    ({"modulation": "sign"}, TypeError, "expected a modulation, got 'sign'"),
+    ({"regime": "both"}, ValueError, r"regime of auto, independent, collective, .* or pass γ as a number"),
+    ({"regime": 0.0}, ValueError, "regime above 0"),
+    ({"form": "u"}, ValueError, "form of wen, talk"),
+    ({"modulation_lr": -1.0}, ValueError, "modulation_lr of at least 0"),
+    ({"modulation_lr": "a"}, TypeError, "modulation_lr as a number, got 'a'"),
+    ({"net": lambda: nn.Sequential(nn.ReLU())}, ValueError, "with a linear or convolutional layer"),
+])  # fmt: skip
 def test_bad_input_is_refused_with_what_to_do(keywords, error, words):
     refuses(lambda: ensemble(**keywords), words, error)
 
@@ -460,17 +449,14 @@ def test_the_mean_over_many_masks_is_about_the_network():
     assert bool(((outputs.mean(0) - network(x)).abs() < 4 * (outputs.std(0) / 400**0.5)).all())
 
 
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"rate": 1.0}, "rate above 0 and below 1"),
-        ({"rate": "a"}, "rate as a number, got 'a'"),
-        ({"members": 0}, "members of at least 1"),
-        ({"regime": "loud"}, "regime of auto"),
-        ({"network": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
-        ({"network": nn.ReLU()}, "with a linear or convolutional layer"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "words"), [
+    ({"rate": 1.0}, "rate above 0 and below 1"),
+    ({"rate": "a"}, "rate as a number, got 'a'"),
+    ({"members": 0}, "members of at least 1"),
+    ({"regime": "loud"}, "regime of auto"),
+    ({"network": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
+    ({"network": nn.ReLU()}, "with a linear or convolutional layer"),
+])  # fmt: skip
 def test_bad_input_is_refused(keywords, words):
     refuses(lambda: ds.DropoutEnsemble(**({"network": tiny.mlp()} | keywords)), words, (ValueError, TypeError))
 
@@ -569,13 +555,10 @@ def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
     assert not any(isinstance(part, ConvertedLayer) for part in posterior.plain_network().modules())
 
 
-@pytest.mark.parametrize(
-    ("net", "last", "others"),
-    [
-        ("Past", "c", "ab"), ("Unused", "c", ["a", "b", "spare"]), ("Again", "ends", ["middle"]),
-        ("Residual", "c", "ab"), ("Heads", ("mean", "variance"), ["body", "aside"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("net", "last", "others"), [
+    ("Past", "c", "ab"), ("Unused", "c", ["a", "b", "spare"]), ("Again", "ends", ["middle"]),
+    ("Residual", "c", "ab"), ("Heads", ("mean", "variance"), ["body", "aside"]),
+])  # fmt: skip
 def test_biases_that_are_own_and_the_s_that_the_talk_lacks_are_those_of_output_layers(net, last, others):
     posterior = embedded(net, form="talk")
     own = posterior.particles.own_parameters()

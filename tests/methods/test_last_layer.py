@@ -70,15 +70,12 @@ def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
     ]
 
 
-@pytest.mark.parametrize(
-    ("network", "words"),
-    [
-        (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), "no layer with weights called"),
-        (lambda: tiny.Network(lambda net, x: x @ net.head.weight.T, head=linear()), "no layer with weights called"),
-        (lambda: nn.Sequential(linear(4, 4), nn.Bilinear(4, 4, 3)), "Bilinear"),
-        (lambda: tiny.Network(lambda net, x: net.a(net.a(x)), a=linear(4, 4)), "'a' called 2 times"),
-    ],
-)
+@pytest.mark.parametrize(("network", "words"), [
+    (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), "no layer with weights called"),
+    (lambda: tiny.Network(lambda net, x: x @ net.head.weight.T, head=linear()), "no layer with weights called"),
+    (lambda: nn.Sequential(linear(4, 4), nn.Bilinear(4, 4, 3)), "Bilinear"),
+    (lambda: tiny.Network(lambda net, x: net.a(net.a(x)), a=linear(4, 4)), "'a' called 2 times"),
+])  # fmt: skip
 def test_a_network_without_a_linear_layer_at_its_end_is_a_clear_error(network, words):
     network = network().double()
     if isinstance(network, nn.Sequential) and isinstance(network[-1], nn.Bilinear):

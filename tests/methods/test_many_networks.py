@@ -81,15 +81,11 @@ def test_three_networks_record_and_draw_what_each_does_alone(name, optimizer, en
             torch.testing.assert_close(rows, same, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        partial(ds.MCDropout, samples=2),
-        partial(ds.NodeBNN, components=2, samples=2, data_size=24),
-        partial(ds.MeanFieldVI, samples=2, data_size=24),
-    ],
-    ids=["mc_dropout", "node_bnn", "mean_field_vi"],
-)
+@pytest.mark.parametrize("method", [
+    partial(ds.MCDropout, samples=2),
+    partial(ds.NodeBNN, components=2, samples=2, data_size=24),
+    partial(ds.MeanFieldVI, samples=2, data_size=24),
+], ids=["mc_dropout", "node_bnn", "mean_field_vi"])  # fmt: skip
 def test_three_networks_have_the_gradients_of_each_alone_for_the_same_noise(method):
     x, y = LOADER[0]
 

@@ -48,14 +48,10 @@ def test_masks_stay_for_every_batch_and_change_at_the_next_draw():
     assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (2 * WIDE))
 
 
-@pytest.mark.parametrize(
-    "network",
-    [
-        tiny.Network(lambda self, x: torch.stack([self.drop(x), self.drop(x)], 1), drop=nn.Dropout(0.5)),
-        tiny.Network(lambda self, x: torch.stack([self.a(x), self.b(x)], 1), a=nn.Dropout(0.5), b=nn.Dropout(0.5)),
-    ],
-    ids=["one module twice", "two modules"],
-)
+@pytest.mark.parametrize("network", [
+    tiny.Network(lambda self, x: torch.stack([self.drop(x), self.drop(x)], 1), drop=nn.Dropout(0.5)),
+    tiny.Network(lambda self, x: torch.stack([self.a(x), self.b(x)], 1), a=nn.Dropout(0.5), b=nn.Dropout(0.5)),
+], ids=["one module twice", "two modules"])  # fmt: skip
 def test_a_module_used_twice_and_two_modules_drop_different_units(network):
     kept = ds.MCDropout(network, samples=3).draw()(torch.ones(2, WIDE))  # (M, B, 2, D)
     agreement = float((kept[:, 0, 0] == kept[:, 0, 1]).double().mean())
@@ -191,21 +187,18 @@ def test_inserted_dropout_comes_before_every_weight_layer_but_the_first():
 UNNAMED = tiny.Network(lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 3))
 
 
-@pytest.mark.parametrize(
-    ("network", "keywords", "told"),
-    [
-        (tiny.mlp(0.5), {"samples": 0}, "expected samples of at least 1, got 0"),
-        (tiny.mlp(0.5), {"rate": 0.1}, "expected a network without dropout if rate is given, got 3; pass rate=None"),
-        (nn.Linear(4, 3), {"rate": 0.1}, r"expected at least two linear or convolutional layers .* got 1"),
-        (UNNAMED, {}, "hold the rate of F.dropout as a number"),
-        (nn.LSTM(4, 5, num_layers=2, dropout=0.5), {}, "expected a network that drops at a positive rate, got none"),
-        (nn.Dropout(0.0), {}, "expected a network that drops at a positive rate, got none"),
-        *(
-            (tiny.mlp(), {"rate": rate}, "expected rate above 0 and below 1")
-            for rate in (0.0, 1.0, -0.1, 1.5, math.nan)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("network", "keywords", "told"), [
+    (tiny.mlp(0.5), {"samples": 0}, "expected samples of at least 1, got 0"),
+    (tiny.mlp(0.5), {"rate": 0.1}, "expected a network without dropout if rate is given, got 3; pass rate=None"),
+    (nn.Linear(4, 3), {"rate": 0.1}, r"expected at least two linear or convolutional layers .* got 1"),
+    (UNNAMED, {}, "hold the rate of F.dropout as a number"),
+    (nn.LSTM(4, 5, num_layers=2, dropout=0.5), {}, "expected a network that drops at a positive rate, got none"),
+    (nn.Dropout(0.0), {}, "expected a network that drops at a positive rate, got none"),
+    *(
+        (tiny.mlp(), {"rate": rate}, "expected rate above 0 and below 1")
+        for rate in (0.0, 1.0, -0.1, 1.5, math.nan)
+    ),
+])  # fmt: skip
 def test_networks_and_settings_without_dropout_are_refused(network, keywords, told):
     refuses(lambda: ds.MCDropout(nn.Sequential(network) if not keywords else network, **keywords), told)
 

@@ -432,32 +432,29 @@ def test_saved_and_loaded_around_the_plain_network(tmp_path):
     refuses(lambda: ds.load(tmp_path, tiny.mlp()), "expected a network with layer")
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"components": 0}, "expected components of at least 1, got 0"),
-        ({"train_samples": 0}, "expected train_samples of at least 1, got 0"),
-        ({"samples": 0}, "expected samples of at least 1, got 0"),
-        ({"data_size": None}, "expected data_size, got none"),
-        ({"data_size": 0}, "expected data_size of at least 1, got 0"),
-        ({"latent_momentum": 2}, "expected latent_momentum of at least 0 and below 1, got 2"),
-        ({"layers": "0"}, r"expected a list of names of layers, got '0'; pass layers=\[...\]"),
-        ({"layers": []}, r"expected a list of names of layers, got \[\]"),
-        ({"mode": "inside"}, "expected mode of in, out, both, got 'inside'"),
-        ({"prior_std": 0.0}, "expected prior_std above 0, got 0.0"),
-        ({"init_std": -0.1}, "expected init_std above 0, got -0.1"),
-        ({"latent_lr": 0.0}, "expected latent_lr above 0, got 0.0"),
-        ({"posterior_temperature": 0.0}, "expected posterior_temperature above 0, got 0.0"),
-        ({"posterior_temperature": float("nan")}, "expected posterior_temperature above 0, got nan"),
-        ({"bound": "exact"}, "expected bound of joint, per_layer, released, got 'exact'"),
-        ({"divergence": "kl"}, "expected divergence of mixture, surrogate, got 'kl'"),
-        ({"batch_norm": "eval"}, "expected batch_norm of frozen, trained, got 'eval'"),
-        ({"layers": ["head.*"]}, "expected names of layers, got head"),
-        ({"data_size": "600"}, "expected data_size as a whole number, got '600'; pass an int"),
-        ({"components": 2.5}, r"expected components as a whole number, got 2\.5"),
-        ({"components": True}, "expected components as a whole number, got True"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "message"), [
+    ({"components": 0}, "expected components of at least 1, got 0"),
+    ({"train_samples": 0}, "expected train_samples of at least 1, got 0"),
+    ({"samples": 0}, "expected samples of at least 1, got 0"),
+    ({"data_size": None}, "expected data_size, got none"),
+    ({"data_size": 0}, "expected data_size of at least 1, got 0"),
+    ({"latent_momentum": 2}, "expected latent_momentum of at least 0 and below 1, got 2"),
+    ({"layers": "0"}, r"expected a list of names of layers, got '0'; pass layers=\[...\]"),
+    ({"layers": []}, r"expected a list of names of layers, got \[\]"),
+    ({"mode": "inside"}, "expected mode of in, out, both, got 'inside'"),
+    ({"prior_std": 0.0}, "expected prior_std above 0, got 0.0"),
+    ({"init_std": -0.1}, "expected init_std above 0, got -0.1"),
+    ({"latent_lr": 0.0}, "expected latent_lr above 0, got 0.0"),
+    ({"posterior_temperature": 0.0}, "expected posterior_temperature above 0, got 0.0"),
+    ({"posterior_temperature": float("nan")}, "expected posterior_temperature above 0, got nan"),
+    ({"bound": "exact"}, "expected bound of joint, per_layer, released, got 'exact'"),
+    ({"divergence": "kl"}, "expected divergence of mixture, surrogate, got 'kl'"),
+    ({"batch_norm": "eval"}, "expected batch_norm of frozen, trained, got 'eval'"),
+    ({"layers": ["head.*"]}, "expected names of layers, got head"),
+    ({"data_size": "600"}, "expected data_size as a whole number, got '600'; pass an int"),
+    ({"components": 2.5}, r"expected components as a whole number, got 2\.5"),
+    ({"components": True}, "expected components as a whole number, got True"),
+])  # fmt: skip
 def test_bad_settings_are_clear_errors(keywords, message):
     refuses(lambda: build(**keywords), message, TypeError if "whole number" in message else ValueError)
 

@@ -121,13 +121,10 @@ def added(x):
 
 
 @pytest.mark.parametrize("mode", ["in", "out", "both"])
-@pytest.mark.parametrize(
-    ("after", "plain"),
-    [
-        (nn.ReLU(inplace=True), nn.ReLU()), (nn.SiLU(inplace=True), nn.SiLU()),
-        (added, lambda x: torch.sigmoid(x + 1.0)), (nn.Dropout(1e-12, inplace=True), nn.Identity()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("after", "plain"), [
+    (nn.ReLU(inplace=True), nn.ReLU()), (nn.SiLU(inplace=True), nn.SiLU()),
+    (added, lambda x: torch.sigmoid(x + 1.0)), (nn.Dropout(1e-12, inplace=True), nn.Identity()),
+])  # fmt: skip
 def test_what_a_layer_returns_may_be_written_into(after, plain, mode):
     (x, y), found = batch(), []
     for each in (after, plain):

@@ -51,19 +51,16 @@ def test_a_step_to_record_is_known_before_it_is_taken():
         assert snapshots.count_step() == expected
 
 
-@pytest.mark.parametrize(
-    ("start", "every", "begun", "steps", "expected"),
-    [
-        (3, 4, None, 14, [3, 7, 11]),  # given times, counted from 0
-        (3, 4, 1000, 14, [3, 7, 11]),
-        (None, None, None, 4, [0, 1, 2, 3]),  # without a known length: every step
-        (2, None, None, 4, [2, 3]),
-        (None, 2, None, 5, [0, 2, 4]),
-        (None, None, 40, 40, [31, 33, 35, 37, 39]),  # the last quarter
-        (10, None, 40, 40, [10, 16, 22, 28, 34]),
-        (None, 3, 40, 40, [30, 33, 36, 39]),
-    ],
-)
+@pytest.mark.parametrize(("start", "every", "begun", "steps", "expected"), [
+    (3, 4, None, 14, [3, 7, 11]),  # given times, counted from 0
+    (3, 4, 1000, 14, [3, 7, 11]),
+    (None, None, None, 4, [0, 1, 2, 3]),  # without a known length: every step
+    (2, None, None, 4, [2, 3]),
+    (None, 2, None, 5, [0, 2, 4]),
+    (None, None, 40, 40, [31, 33, 35, 37, 39]),  # the last quarter
+    (10, None, 40, 40, [10, 16, 22, 28, 34]),
+    (None, 3, 40, 40, [30, 33, 36, 39]),
+])  # fmt: skip
 def test_snapshots_are_taken_at_given_times_or_where_the_length_of_the_run_puts_them(
     start, every, begun, steps, expected
 ):
@@ -286,14 +283,11 @@ def run(posterior, steps, x, y):
     return networks
 
 
-@pytest.mark.parametrize(
-    ("keywords", "steps", "held"),
-    [
-        ({"members": 3}, 12, (3, 7, 11)),  # the last of each of three equal parts
-        ({"members": 2, "start": 1, "every": 2}, 8, (5, 7)),  # the last ones of 1, 3, 5, 7
-        ({"members": 3, "start": 0, "every": 1}, 5, (2, 3, 4)),  # in the order of the run
-    ],
-)
+@pytest.mark.parametrize(("keywords", "steps", "held"), [
+    ({"members": 3}, 12, (3, 7, 11)),  # the last of each of three equal parts
+    ({"members": 2, "start": 1, "every": 2}, 8, (5, 7)),  # the last ones of 1, 3, 5, 7
+    ({"members": 3, "start": 0, "every": 1}, 5, (2, 3, 4)),  # in the order of the run
+])  # fmt: skip
 def test_members_are_the_last_networks_of_the_run_with_their_batch_statistics(keywords, steps, held):
     posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), **keywords), tiny.points()
     if "every" not in keywords:

@@ -191,28 +191,25 @@ def test_parameters_added_after_construction_are_refused_and_the_step_is_not_cou
     assert tiny.largest_difference(before, tiny.state(posterior)) == 0
 
 
-@pytest.mark.parametrize(
-    ("method", "keywords", "message"),
-    [
-        (SWAG, {"rank": 0}, "rank of at least 1, got 0"),
-        (SWAG, {"samples": 0}, "samples of at least 1, got 0"),
-        (SWAG, {"posterior_temperature": -0.5}, "posterior_temperature of at least 0, got -0.5"),
-        (SWAG, {"start": -1}, "start of at least 0, got -1"),
-        (SWAG, {"every": 0}, "every of at least 1, got 0"),
-        (TRADI, {"covariance": "full"}, "covariance of shared, diagonal, released, got 'full'"),
-        (TRADI, {"correlation": "network"}, "correlation of tensor, layer, got 'network'"),
-        (TRADI, {"drift": "step"}, "drift of gradient, none, got 'step'"),
-        (TRADI, {"init": "zero"}, "init of current, he, got 'zero'"),
-        (TRADI, {"samples": 0}, "samples of at least 1, got 0"),
-        (TRADI, {"features": 0}, "features of at least 1, got 0"),
-        (TRADI, {"bandwidth": -1.0}, "bandwidth of at least 0, got -1.0"),
-        (TRADI, {"state_noise": (-1e-4, 1e-4)}, "state_noise of at least 0, got -0.0001"),
-        (TRADI, {"measurement_noise": (0.0, 10.0)}, "measurement_noise above 0 and of at least 0, got 0.0"),
-        (GaussianPerturbation, {"noise": -0.1}, "noise of at least 0"),
-        (GaussianPerturbation, {"samples": 0}, "samples of at least 1"),
-        (SnapshotEnsemble, {"members": 0}, "members of at least 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("method", "keywords", "message"), [
+    (SWAG, {"rank": 0}, "rank of at least 1, got 0"),
+    (SWAG, {"samples": 0}, "samples of at least 1, got 0"),
+    (SWAG, {"posterior_temperature": -0.5}, "posterior_temperature of at least 0, got -0.5"),
+    (SWAG, {"start": -1}, "start of at least 0, got -1"),
+    (SWAG, {"every": 0}, "every of at least 1, got 0"),
+    (TRADI, {"covariance": "full"}, "covariance of shared, diagonal, released, got 'full'"),
+    (TRADI, {"correlation": "network"}, "correlation of tensor, layer, got 'network'"),
+    (TRADI, {"drift": "step"}, "drift of gradient, none, got 'step'"),
+    (TRADI, {"init": "zero"}, "init of current, he, got 'zero'"),
+    (TRADI, {"samples": 0}, "samples of at least 1, got 0"),
+    (TRADI, {"features": 0}, "features of at least 1, got 0"),
+    (TRADI, {"bandwidth": -1.0}, "bandwidth of at least 0, got -1.0"),
+    (TRADI, {"state_noise": (-1e-4, 1e-4)}, "state_noise of at least 0, got -0.0001"),
+    (TRADI, {"measurement_noise": (0.0, 10.0)}, "measurement_noise above 0 and of at least 0, got 0.0"),
+    (GaussianPerturbation, {"noise": -0.1}, "noise of at least 0"),
+    (GaussianPerturbation, {"samples": 0}, "samples of at least 1"),
+    (SnapshotEnsemble, {"members": 0}, "members of at least 1, got 0"),
+])  # fmt: skip
 def test_arguments_that_make_no_sense_are_refused(method, keywords, message):
     refuses(lambda: method(tiny.mlp(), **keywords), f"expected {message}")
 

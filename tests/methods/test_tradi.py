@@ -143,16 +143,12 @@ def assert_equal(posterior, means, variances, *, rtol=1e-12):
         assert float(expected.max()) > 0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"optimizer": name} for name in OPTIMIZERS),
-        {"state_noise": (0.3, 0.05), "measurement_noise": (2.0, 1.0)},
-        {"optimizer": "momentum", "drift": "none", "state_noise": (0.1, 0.1)},
-        {"accumulate": 3},
-    ],
-    ids=[*OPTIMIZERS, "noises", "without drift", "accumulated"],
-)
+@pytest.mark.parametrize("settings", [
+    *({"optimizer": name} for name in OPTIMIZERS),
+    {"state_noise": (0.3, 0.05), "measurement_noise": (2.0, 1.0)},
+    {"optimizer": "momentum", "drift": "none", "state_noise": (0.1, 0.1)},
+    {"accumulate": 3},
+], ids=[*OPTIMIZERS, "noises", "without drift", "accumulated"])  # fmt: skip
 def test_the_filters_are_the_scalar_recursion(settings):
     assert_equal(*watched(**settings))
 

@@ -18,15 +18,12 @@ def projector(vectors: Tensor) -> Tensor:
     return vectors @ vectors.T
 
 
-@pytest.mark.parametrize(
-    ("eigenvalues", "tolerance"),
-    [
-        (torch.logspace(0, -6, 16), 1e-9),
-        (torch.linspace(1, 0.5, 16), 1e-12),
-        (1 + 1e-6 * torch.arange(16.0).flip(0), 1e-8),  # differences of a millionth
-        (torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, *[1e-13] * 11]), 1e-12),
-    ],
-)
+@pytest.mark.parametrize(("eigenvalues", "tolerance"), [
+    (torch.logspace(0, -6, 16), 1e-9),
+    (torch.linspace(1, 0.5, 16), 1e-12),
+    (1 + 1e-6 * torch.arange(16.0).flip(0), 1e-8),  # differences of a millionth
+    (torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, *[1e-13] * 11]), 1e-12),
+])  # fmt: skip
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_eigenvectors_equal_those_of_eigh(eigenvalues, tolerance, scale):
     """The error of an eigenspace is that of rounding over the gap to the next eigenvalue, as it is for eigh."""

@@ -22,14 +22,11 @@ def test_the_bandwidth_and_the_kernel_have_the_worked_values():
     assert kernels.rbf(squared, h)[0].tolist() == pytest.approx([1, 0.69932, 0.23916, 0.02797], abs=5e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("kde", [(0.28490, 0.18417), (-0.18713, 0.17647), (0.12525, -0.41929), (-0.29376, -0.09781)]),
-        ("stein", [(1.52609, 0.35953), (-1.41530, 0.25012), (0.05545, -0.71787), (-0.16520, -0.14994)]),
-        ("spectral_stein", [(1.47682, 0.35427), (-1.36686, 0.24966), (0.05869, -0.70948), (-0.17031, -0.14847)]),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("kde", [(0.28490, 0.18417), (-0.18713, 0.17647), (0.12525, -0.41929), (-0.29376, -0.09781)]),
+    ("stein", [(1.52609, 0.35953), (-1.41530, 0.25012), (0.05545, -0.71787), (-0.16520, -0.14994)]),
+    ("spectral_stein", [(1.47682, 0.35427), (-1.36686, 0.24966), (0.05869, -0.70948), (-0.17031, -0.14847)]),
+])  # fmt: skip
 def test_scores_have_the_worked_values(name, expected):
     found = ESTIMATORS[name](PARTICLES)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-6)

@@ -213,18 +213,14 @@ def test_layers_called_by_keyword_and_logits_by_name_are_taken():
 
 
 @pytest.mark.parametrize("method", ["auto", "structured", "jacobian", "products"])
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda self, x: self.a(x - x.mean(0)),
-        lambda self, x: self.a(torch.softmax(x @ x.T, 1) @ x),
-        lambda self, x: self.a(x).cumsum(0),
-        lambda self, x: self.a(F.batch_norm(x, None, None, training=True) if len(x) > 1 else x),
-        lambda self, x: self.a(F.dropout(x, 0.5)),
-        lambda self, x: self.a(x).mean(),
-    ],
-    ids=["mean", "attention", "cumulative", "batch statistics", "random", "one output for all"],
-)
+@pytest.mark.parametrize("run", [
+    lambda self, x: self.a(x - x.mean(0)),
+    lambda self, x: self.a(torch.softmax(x @ x.T, 1) @ x),
+    lambda self, x: self.a(x).cumsum(0),
+    lambda self, x: self.a(F.batch_norm(x, None, None, training=True) if len(x) > 1 else x),
+    lambda self, x: self.a(F.dropout(x, 0.5)),
+    lambda self, x: self.a(x).mean(),
+], ids=["mean", "attention", "cumulative", "batch statistics", "random", "one output for all"])  # fmt: skip
 def test_inputs_that_see_one_another_have_no_kernel(run, method):
     module = tiny.Network(run, a=nn.Linear(4, 2))
     given = partial(theory.empirical_ntk, module, torch.randn(5, 4), torch.randn(3, 4), method=method)

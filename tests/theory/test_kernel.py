@@ -262,19 +262,16 @@ def with_one_weight_twice(layers):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (with_hook, "got hooks, a parametrization or another forward in '0'"),
-        (with_hook_before, "got hooks, a parametrization or another forward in 'the network'"),
-        (with_weight_norm, "got hooks, a parametrization or another forward in '2'"),
-        (with_old_weight_norm, "got hooks, a parametrization or another forward in '2'"),
-        (with_another_forward, "got hooks, a parametrization or another forward in '2'"),
-        (with_a_patched_forward, "got hooks, a parametrization or another forward in '2'"),
-        (with_one_layer_twice, "got one in two places"),
-        (with_one_weight_twice, "got one in two places"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (with_hook, "got hooks, a parametrization or another forward in '0'"),
+    (with_hook_before, "got hooks, a parametrization or another forward in 'the network'"),
+    (with_weight_norm, "got hooks, a parametrization or another forward in '2'"),
+    (with_old_weight_norm, "got hooks, a parametrization or another forward in '2'"),
+    (with_another_forward, "got hooks, a parametrization or another forward in '2'"),
+    (with_a_patched_forward, "got hooks, a parametrization or another forward in '2'"),
+    (with_one_layer_twice, "got one in two places"),
+    (with_one_weight_twice, "got one in two places"),
+])  # fmt: skip
 def test_a_network_that_is_more_than_its_layers_is_refused(change, says):
     layers = dense()
     change(layers)
@@ -354,13 +351,10 @@ def deviation(layers: nn.Module, x: torch.Tensor, networks: int, bias: float) ->
     return float((((each.mean(0) - wanted).abs() - bias * wanted.abs()).clamp(min=0) / error).max())
 
 
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [
-        (dense_of_width, POINTS),
-        *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (residual, flat, pooled)),
-    ],
-)
+@pytest.mark.parametrize(("make", "x"), [
+    (dense_of_width, POINTS),
+    *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (residual, flat, pooled)),
+])  # fmt: skip
 def test_small_networks_have_the_analytic_kernels(make, x):
     """40 networks of 32 units or channels: four standard errors and a bias of order 1/width."""
     assert deviation(make(32), x, networks=40, bias=2 / 32) < 4

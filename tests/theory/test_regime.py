@@ -187,15 +187,11 @@ def test_behind_an_own_batch_norm_only_the_sign_of_s_acts():
     assert correlation(False) < 0.95
 
 
-@pytest.mark.parametrize(
-    ("net", "x"),
-    [
-        (tiny.mlp, torch.randn(12, 4)),
-        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)), torch.randn(6, 2, 5, 5)),
-        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), torch.randn(4, 3, 8)),
-    ],
-    ids=["batch norm", "conv", "attention"],
-)
+@pytest.mark.parametrize(("net", "x"), [
+    (tiny.mlp, torch.randn(12, 4)),
+    (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)), torch.randn(6, 2, 5, 5)),
+    (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), torch.randn(4, 3, 8)),
+], ids=["batch norm", "conv", "attention"])  # fmt: skip
 def test_any_network_is_measured_and_left_as_it_was(net, x):
     posterior = ds.BatchEnsemble(net(), members=4, modulation=Modulation.sign())
     before, modes = tiny.state(posterior), [part.training for part in posterior.particles.template.modules()]
@@ -378,16 +374,12 @@ def drawn_correlation(net, x, draws, **keywords):
     return ratio, float((across - ratio * within).std() / within.mean()) / draws**0.5
 
 
-@pytest.mark.parametrize(
-    ("net", "x", "layers", "expected"),
-    [
-        pytest.param(mlp, vectors(), ["layers.0", "layers.2"], 0.318, marks=pytest.mark.slow),
-        pytest.param(mlp, vectors(), ["layers.0"], 0.494, marks=pytest.mark.slow),
-        (mlp, vectors(), ["layers.4"], 0.0),
-        (cnn, images(), ["0", "2"], 0.318),
-    ],
-    ids=["not the last", "the first", "the last", "convolutions"],
-)
+@pytest.mark.parametrize(("net", "x", "layers", "expected"), [
+    pytest.param(mlp, vectors(), ["layers.0", "layers.2"], 0.318, marks=pytest.mark.slow),
+    pytest.param(mlp, vectors(), ["layers.0"], 0.494, marks=pytest.mark.slow),
+    (mlp, vectors(), ["layers.4"], 0.0),
+    (cnn, images(), ["0", "2"], 0.318),
+], ids=["not the last", "the first", "the last", "convolutions"])  # fmt: skip
 def test_layers_that_are_not_cut_count_with_factors_of_one(net, x, layers, expected):
     torch.manual_seed(0)
     told = theory.regime(ds.BatchEnsemble(net(), members=4, modulation=SIGNS, layers=layers)).correlation
@@ -428,18 +420,14 @@ def two_layers(forward):
     return tiny.Network(forward, a=nn.Linear(20, 20), b=nn.Linear(20, 20))
 
 
-@pytest.mark.parametrize(
-    ("net", "keywords"),
-    [
-        (lambda: cnn(nn.AdaptiveAvgPool2d(1)), {"modulation": SIGNS, "layers": ["0", "2"]}),
-        (lambda: ds.nets.ConvNet(3, 10, size=8), {"modulation": SIGNS, "layers": ["features.*"]}),
-        (lambda: mlp(activation="tanh"), {"modulation": AROUND}),
-        (lambda: two_layers(added), {"modulation": SIGNS}),
-        (lambda: two_layers(sized), {"modulation": SIGNS}),
-        (lambda: nn.TransformerEncoderLayer(20, 2, 16), {"modulation": SIGNS}),
-    ],
-    ids=["pooled", "written forward", "tanh", "residual", "not followed", "attention"],
-)
+@pytest.mark.parametrize(("net", "keywords"), [
+    (lambda: cnn(nn.AdaptiveAvgPool2d(1)), {"modulation": SIGNS, "layers": ["0", "2"]}),
+    (lambda: ds.nets.ConvNet(3, 10, size=8), {"modulation": SIGNS, "layers": ["features.*"]}),
+    (lambda: mlp(activation="tanh"), {"modulation": AROUND}),
+    (lambda: two_layers(added), {"modulation": SIGNS}),
+    (lambda: two_layers(sized), {"modulation": SIGNS}),
+    (lambda: nn.TransformerEncoderLayer(20, 2, 16), {"modulation": SIGNS}),
+], ids=["pooled", "written forward", "tanh", "residual", "not followed", "attention"])  # fmt: skip
 def test_what_no_chain_describes_is_not_told(net, keywords):
     found = theory.regime(ds.BatchEnsemble(net(), members=4, **keywords))
     assert (found.kind, found.correlation, found.overlap, found.effective_members) == (None,) * 4
@@ -475,14 +463,11 @@ def test_layers_beside_another_way_are_none_that_all_pass():
     assert all_pass(nn.Linear(2, 2), [""]) == {""}
 
 
-@pytest.mark.parametrize(
-    ("overlap", "correlation", "bound", "kind"),
-    [
-        (0.1, 0.1, 0.9, "independent"), (0.1, 0.1, 1.1, "between"), (0.1, 0.4, 0.0, "between"),
-        (0.1, 0.2, 0.0, "between"), (0.1, None, 0.0, "independent"), (0.3, 0.1, 0.0, "between"),
-        (0.7, 0.1, 0.0, "collective"), (None, 0.1, 0.0, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overlap", "correlation", "bound", "kind"), [
+    (0.1, 0.1, 0.9, "independent"), (0.1, 0.1, 1.1, "between"), (0.1, 0.4, 0.0, "between"),
+    (0.1, 0.2, 0.0, "between"), (0.1, None, 0.0, "independent"), (0.3, 0.1, 0.0, "between"),
+    (0.7, 0.1, 0.0, "collective"), (None, 0.1, 0.0, None),
+])  # fmt: skip
 def test_the_line_is_as_documented(overlap, correlation, bound, kind):
     assert regime_kind(4, overlap, correlation, bound) == kind
 

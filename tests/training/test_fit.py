@@ -365,23 +365,20 @@ with_nan = torch.zeros(6, 4)
 with_nan[4, 2] = math.nan
 
 
-@pytest.mark.parametrize(
-    ("make", "loader", "text"),
-    [
-        (classes, [(x32, labels + 1)], "expected labels in 0…2, got 3"),
-        (classes, [(x32, labels), (x32, labels - 1)], "expected labels in 0…2, got -1"),
-        (classes, [(x32, labels[:5])], r"class indices of shape \(6,\).* got torch.int64 of shape \(5,\)"),
-        (classes, [(x32, torch.eye(3, dtype=torch.int64)[labels])], "pass class indices, not one-hot rows"),
-        (classes, [(x32, labels.float())], "pass one class index per example, y.long"),
-        (classes, [(with_nan, labels)], "expected finite inputs, got NaN or infinity in row 4 of a batch"),
-        (classes, [(x32 / 0, labels)], "expected finite inputs"),
-        (classes, [], "expected at least one batch from the loader, got none"),
-        (reals, [(x32, torch.zeros(5))], r"expected targets of shape \(6, 1\), got \(5,\)"),
-        (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
-        (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
-        (classes, [(x32, labels, torch.zeros(6))] * 2, "expected a weight above 0 in an epoch, got none"),
-    ],
-)
+@pytest.mark.parametrize(("make", "loader", "text"), [
+    (classes, [(x32, labels + 1)], "expected labels in 0…2, got 3"),
+    (classes, [(x32, labels), (x32, labels - 1)], "expected labels in 0…2, got -1"),
+    (classes, [(x32, labels[:5])], r"class indices of shape \(6,\).* got torch.int64 of shape \(5,\)"),
+    (classes, [(x32, torch.eye(3, dtype=torch.int64)[labels])], "pass class indices, not one-hot rows"),
+    (classes, [(x32, labels.float())], "pass one class index per example, y.long"),
+    (classes, [(with_nan, labels)], "expected finite inputs, got NaN or infinity in row 4 of a batch"),
+    (classes, [(x32 / 0, labels)], "expected finite inputs"),
+    (classes, [], "expected at least one batch from the loader, got none"),
+    (reals, [(x32, torch.zeros(5))], r"expected targets of shape \(6, 1\), got \(5,\)"),
+    (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
+    (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
+    (classes, [(x32, labels, torch.zeros(6))] * 2, "expected a weight above 0 in an epoch, got none"),
+])  # fmt: skip
 def test_bad_data_is_one_clear_error_and_no_file(make, loader, text, tmp_path):
     with pytest.raises(ValueError, match=text) as error:
         ds.fit(make(), loader, epochs=2, checkpoint=tmp_path / "c.pt", progress=False)
@@ -421,21 +418,18 @@ def test_members_that_diverge_in_training_are_named():
     assert error.value.step > 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"epochs": 0}, "expected epochs of at least 1, got 0"),
-        ({"accumulate": 0}, "expected accumulate of at least 1, got 0"),
-        ({"clip": 0.0}, "expected clip above 0, got 0.0"),
-        ({"clip": -1.0}, "expected clip above 0"),
-        ({"patience": 3}, "expected validation data with patience"),
-        ({"precision": "fp8"}, "expected precision of auto"),
-        ({"engine": "warp"}, "expected engine .*got 'warp'"),
-        ({"validation": []}, "expected at least one example to validate on, got none"),
-        ({"validation": [(x32, labels + 7)]}, "expected labels in 0…2, got"),
-        ({"validation": [(with_nan, labels)]}, "expected finite inputs"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "text"), [
+    ({"epochs": 0}, "expected epochs of at least 1, got 0"),
+    ({"accumulate": 0}, "expected accumulate of at least 1, got 0"),
+    ({"clip": 0.0}, "expected clip above 0, got 0.0"),
+    ({"clip": -1.0}, "expected clip above 0"),
+    ({"patience": 3}, "expected validation data with patience"),
+    ({"precision": "fp8"}, "expected precision of auto"),
+    ({"engine": "warp"}, "expected engine .*got 'warp'"),
+    ({"validation": []}, "expected at least one example to validate on, got none"),
+    ({"validation": [(x32, labels + 7)]}, "expected labels in 0…2, got"),
+    ({"validation": [(with_nan, labels)]}, "expected finite inputs"),
+])  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(settings, text):
     refuses(lambda: ds.fit(classes(), [(x32, labels)], **{"epochs": 1, "progress": False, **settings}), text)
 

@@ -265,21 +265,18 @@ def test_ranks_have_one_word():
     refuses(lambda: fit(ranks="all"), "expected ranks of None, independent, got 'all'")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"epochs": "3"}, "expected epochs as a whole number, got '3'; "),
-        ({"epochs": 2.5}, r"expected epochs as a whole number, got 2\.5; "),
-        ({"accumulate": "2"}, "expected accumulate as a whole number, got '2'; "),
-        ({"patience": 1.5, "validation": []}, r"expected patience as a whole number, got 1\.5; "),
-        ({"clip": "1"}, "expected clip as a number, got '1'; "),
-        ({"optimizer": "adam"}, r"expected an optimizer, got 'adam'; build one on posterior\.parameters\(\)"),
-        ({"optimizer": torch.optim.Adam}, r"expected an optimizer, got <class '.*Adam'>; build one"),
-        ({"optimizer": SGD, "scheduler": 0.1}, r"expected a scheduler, got 0\.1; build one on the optimizer"),
-        ({"optimizer": SGD, "scheduler": lr_scheduler.StepLR}, "expected a scheduler, got <class .*StepLR"),
-        ({"checkpoint_seconds": "60"}, "expected checkpoint_seconds as a number, got '60'; "),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"epochs": "3"}, "expected epochs as a whole number, got '3'; "),
+    ({"epochs": 2.5}, r"expected epochs as a whole number, got 2\.5; "),
+    ({"accumulate": "2"}, "expected accumulate as a whole number, got '2'; "),
+    ({"patience": 1.5, "validation": []}, r"expected patience as a whole number, got 1\.5; "),
+    ({"clip": "1"}, "expected clip as a number, got '1'; "),
+    ({"optimizer": "adam"}, r"expected an optimizer, got 'adam'; build one on posterior\.parameters\(\)"),
+    ({"optimizer": torch.optim.Adam}, r"expected an optimizer, got <class '.*Adam'>; build one"),
+    ({"optimizer": SGD, "scheduler": 0.1}, r"expected a scheduler, got 0\.1; build one on the optimizer"),
+    ({"optimizer": SGD, "scheduler": lr_scheduler.StepLR}, "expected a scheduler, got <class .*StepLR"),
+    ({"checkpoint_seconds": "60"}, "expected checkpoint_seconds as a number, got '60'; "),
+])  # fmt: skip
 def test_settings_of_another_type_are_refused_in_words(given, message):
     fit = functools.partial(ds.fit, ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False)
     refuses(lambda: fit(**given), f"^{message}", TypeError)

@@ -32,15 +32,12 @@ def test_a_tensor_does_not_share_the_memory_of_an_array():
     assert tensor.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("values", "error"),
-    [
-        (pd.DataFrame({"a": [1.0], "city": ["Oslo"]}), "got str in column 'city' of a DataFrame; encode the table"),
-        (pd.DataFrame({"day": pd.to_datetime(["2020-01-01"])}), "in column 'day' of a DataFrame"),
-        (pd.Series(["a", "b"]), "got str in a Series"),
-        (np.array(["a"]), "got <U1 in a ndarray"),
-    ],
-)
+@pytest.mark.parametrize(("values", "error"), [
+    (pd.DataFrame({"a": [1.0], "city": ["Oslo"]}), "got str in column 'city' of a DataFrame; encode the table"),
+    (pd.DataFrame({"day": pd.to_datetime(["2020-01-01"])}), "in column 'day' of a DataFrame"),
+    (pd.Series(["a", "b"]), "got str in a Series"),
+    (np.array(["a"]), "got <U1 in a ndarray"),
+])  # fmt: skip
 def test_other_values_are_refused_in_words(values, error):
     refuses(lambda: as_tensor(values), error, TypeError)
 

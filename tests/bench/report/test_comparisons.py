@@ -245,38 +245,32 @@ def test_measures_know_which_way_is_better():
     assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]
 
 
-@pytest.mark.parametrize(
-    ("value", "half", "signed", "text"),
-    [
-        (0.11920472, 0.0293, False, "0.119"),  # to the second digit of the half-width
-        (96.7, 0.8, False, "96.70"),
-        (96.7, 12.3, False, "97"),
-        (199_210.4, 52.0, False, "199,210"),
-        (1234.5678, None, False, "1,235"),
-        (0.5, None, False, "0.50"),  # without an interval: two decimals
-        (0.00004, None, False, "0.00004"),  # or its first digit, never a power of ten
-        (-0.00004, 0.0045, True, "0.0000"),  # zero has no sign
-        (0.00004, 0.0045, True, "0.0000"),
-        (-0.0004, 0.12, False, "0.00"),
-        (-0.0062, 0.12, False, "−0.01"),
-        (0.0, 0.1, True, "0.00"),
-        (1.0, 1e-9, False, "1.0000"),  # at most two decimals more than without an interval
-        (math.nan, None, False, "nan"),
-        (1.0, math.inf, False, "1.00"),
-    ],
-)
+@pytest.mark.parametrize(("value", "half", "signed", "text"), [
+    (0.11920472, 0.0293, False, "0.119"),  # to the second digit of the half-width
+    (96.7, 0.8, False, "96.70"),
+    (96.7, 12.3, False, "97"),
+    (199_210.4, 52.0, False, "199,210"),
+    (1234.5678, None, False, "1,235"),
+    (0.5, None, False, "0.50"),  # without an interval: two decimals
+    (0.00004, None, False, "0.00004"),  # or its first digit, never a power of ten
+    (-0.00004, 0.0045, True, "0.0000"),  # zero has no sign
+    (0.00004, 0.0045, True, "0.0000"),
+    (-0.0004, 0.12, False, "0.00"),
+    (-0.0062, 0.12, False, "−0.01"),
+    (0.0, 0.1, True, "0.00"),
+    (1.0, 1e-9, False, "1.0000"),  # at most two decimals more than without an interval
+    (math.nan, None, False, "nan"),
+    (1.0, math.inf, False, "1.00"),
+])  # fmt: skip
 def test_a_number_is_shown_to_the_precision_of_its_interval(value, half, signed, text):
     assert number_text(value, half, signed=signed) == text
 
 
-@pytest.mark.parametrize(
-    ("ends", "signed", "text"),
-    [
-        ((0.967, 0.959, 0.975), False, "95.90–97.50"),
-        ((-0.0054, -0.0108, -0.00001), True, "−1.08 to 0.00"),
-        ((0.015, 0.014999999, 0.015000001), False, "± 0.0000001"),  # not 1.5000–1.5000
-    ],
-)
+@pytest.mark.parametrize(("ends", "signed", "text"), [
+    ((0.967, 0.959, 0.975), False, "95.90–97.50"),
+    ((-0.0054, -0.0108, -0.00001), True, "−1.08 to 0.00"),
+    ((0.015, 0.014999999, 0.015000001), False, "± 0.0000001"),  # not 1.5000–1.5000
+])  # fmt: skip
 def test_an_interval_has_the_decimals_of_its_value(ends, signed, text):
     accuracy = Measure("accuracy", "Accuracy", "test", "high", 100, 2, "%")
     assert accuracy.interval_text(Interval(*ends), (ends[2] - ends[1]) / 2, signed=signed) == text
