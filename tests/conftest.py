@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,22 @@ def command_line(monkeypatch, capsys):
         return int(done.value.code or 0), *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Programs in benchmarks/ can be imported; afterwards they are forgotten: `rows` and others are nobody else's names."""
+    import torch
+
+    folder = Path(__file__).parents[1] / "benchmarks"
+    folders = [folder, folder / "peer_workers"]
+    monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
+    before = set(sys.modules)
+    with torch.random.fork_rng():
+        yield folder
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in folders:
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -36,3 +36,18 @@ def write_camvid(folder: Path) -> Path:
     places = {split: (f"CamVid/{split}/{{:02d}}.png", f"CamVid/{split}annot/{{:02d}}.png") for split in splits}
     write_scenes(folder, places, [*range(10), 11, 10])
     return folder
+
+
+def write_cifar(folder: Path, count: int = 24) -> Path:
+    """CIFAR-10, the test rows of CIFAR-100 and of SVHN in their formats: so many random images in each file."""
+    generator = np.random.default_rng(0)
+    ten, hundred, svhn = (folder / name for name in ("cifar-10-batches-bin", "cifar-100-binary", "svhn"))
+    for each in (ten, hundred, svhn):
+        each.mkdir()
+    rows = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
+    labels = (np.arange(count) % 10).astype(np.uint8)[:, None]
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        np.concatenate([labels, rows], 1).tofile(ten / f"{name}.bin")
+    np.concatenate([labels, labels, rows], 1).tofile(hundred / "test.bin")
+    np.savez(svhn / "test_32x32.npz", images=rows.reshape(count, 32, 32, 3), labels=labels[:, 0])
+    return folder

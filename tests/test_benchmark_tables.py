@@ -12,16 +12,6 @@ from thinning import thinned
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:  # `tables`, `rows` and others are nobody else's names
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == ROOT / "benchmarks":
-            del sys.modules[name]
-
-
 def test_every_generated_table_is_up_to_date(benchmarks):
     from tables import filled, tables
 

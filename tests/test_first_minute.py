@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,20 +10,12 @@ from torch import nn
 import dissensus as ds
 from dissensus.numerics.rbf_kernels import input_gradient_force
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture
-def first_minute(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    before = set(sys.modules)
-    with torch.random.fork_rng():
-        import first_minute
+def first_minute(benchmarks):
+    import first_minute
 
-        yield first_minute
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == ROOT / "benchmarks":
-            del sys.modules[name]
+    return first_minute
 
 
 def networks(count):

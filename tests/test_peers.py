@@ -4,32 +4,18 @@ import json
 import runpy
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
 TINY = {"network": "tiny", "members": 3, "batch": 8, "rows": 24, "calls": 1, "device": "cpu"}
-
-
-@pytest.fixture
-def workers(monkeypatch):
-    folders = [ROOT / "benchmarks", ROOT / "benchmarks" / "peer_workers"]
-    monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
-    before = set(sys.modules)
-    with torch.random.fork_rng():
-        yield
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in folders:
-            del sys.modules[name]
 
 
 @pytest.mark.parametrize(
     "operation",
     ["ensemble", "ensemble predicts", "ensemble, one input", "single", "single, one input", "dropout predicts"],
 )
-def test_both_sides_are_asked_the_same(workers, operation):
+def test_both_sides_are_asked_the_same(benchmarks, operation):
     import of_dissensus
     import of_torch
     import peers
@@ -48,7 +34,7 @@ def test_both_sides_are_asked_the_same(workers, operation):
     assert "not timed" in peers.compared(operation, found, most)["torch"][1]
 
 
-def test_what_only_this_library_and_others_have_runs(workers):
+def test_what_only_this_library_and_others_have_runs(benchmarks):
     import of_dissensus
 
     names = [name for name in of_dissensus.OPERATIONS if name.startswith(("batch", "Laplace", "SGHMC", "mean", "emp"))]
@@ -58,7 +44,7 @@ def test_what_only_this_library_and_others_have_runs(workers):
         assert check() is None or check().isfinite().all(), name
 
 
-def test_a_step_is_the_time_between_two_batches(workers):
+def test_a_step_is_the_time_between_two_batches(benchmarks):
     from tasks import Watched
 
     times = iter([0.0, 1.0, 3.0, 5.0, 6.0, 7.0, 8.0, 20.0])
@@ -67,7 +53,7 @@ def test_a_step_is_the_time_between_two_batches(workers):
     assert found == {"training step": 2.0 + 1.0, "epoch": 20.0}
 
 
-def test_a_moment_on_a_gpu_makes_nobody_wait(workers, monkeypatch):
+def test_a_moment_on_a_gpu_makes_nobody_wait(benchmarks, monkeypatch):
     import tasks
 
     passed = iter([10.0, 30.0, 70.0])
@@ -88,10 +74,10 @@ def test_a_moment_on_a_gpu_makes_nobody_wait(workers, monkeypatch):
     assert watched.timed(lambda: list(watched)) == {"training step": pytest.approx(0.03), "epoch": 5.0}
 
 
-def test_a_worker_answers_line_by_line(workers):
+def test_a_worker_answers_line_by_line(benchmarks):
     import of_torch
 
-    main = runpy.run_path(str(ROOT / "benchmarks" / "peer_workers" / "__main__.py"))
+    main = runpy.run_path(str(benchmarks / "peer_workers" / "__main__.py"))
     heard, said = iter(["go\n", "go\n", "end\n"]), []
     case = {**TINY, "operation": "ensemble predicts"}
     main["serve"](of_torch, case, lambda: next(heard), lambda **what: said.append(json.loads(json.dumps(what))))
@@ -102,7 +88,7 @@ def test_a_worker_answers_line_by_line(workers):
     assert last["peak_mb"] >= 0
 
 
-def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
+def test_the_page_says_who_is_faster_and_what_is_not_offered(benchmarks):
     import peers
     import peers_page
 
@@ -130,7 +116,7 @@ def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
     assert not peers.offers("posteriors", "ensemble")
 
 
-def test_the_page_of_a_gpu_says_so(workers):
+def test_the_page_of_a_gpu_says_so(benchmarks):
     import peers_page
 
     about = {"network": "resnet18", "members": "5", "batch": "128", "inputs": "1280", "operation": "ensemble"}
@@ -151,7 +137,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_worker_that_stops_does_not_stop_the_others(workers, monkeypatch, tmp_path):
+def test_a_worker_that_stops_does_not_stop_the_others(benchmarks, monkeypatch, tmp_path):
     import peers
 
     (tmp_path / "__main__.py").write_text(WORKER)
@@ -174,7 +160,7 @@ def test_a_worker_that_stops_does_not_stop_the_others(workers, monkeypatch, tmp_
         worker.process.communicate()
 
 
-def test_resuming_leaves_out_what_the_file_has(workers):
+def test_resuming_leaves_out_what_the_file_has(benchmarks):
     import peers
 
     case = next(peers.cases("cuda"))
@@ -185,7 +171,7 @@ def test_resuming_leaves_out_what_the_file_has(workers):
     assert peers.same(row) == peers.same({**case, "inputs": case["rows"], "threads": 2})
 
 
-def test_a_gpu_loader_gives_the_same_batches(workers):
+def test_a_gpu_loader_gives_the_same_batches(benchmarks):
     from tasks import Case
 
     case = Case("Laplace, kron", network="tiny", batch=8, rows=20)

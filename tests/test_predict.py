@@ -20,9 +20,7 @@ from small_cut import ScaledEnsemble
 F64 = torch.float64
 
 
-def batches(n: int = 20):
-    x, y = tiny.points(n)
-    return [(x[i : i + 6], y[i : i + 6]) for i in range(0, n, 6)]
+batches = functools.partial(tiny.point_batches, 20, 6)
 
 
 def test_a_loader_gives_what_one_batch_gives():

@@ -20,6 +20,12 @@ def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> 
     return x, torch.arange(n) % classes
 
 
+def point_batches(n: int = 24, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """The points in batches of this size."""
+    x, y = points(n)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
 def mlp(dropout: float = 0.0, *, outputs: int = 3) -> nn.Module:
     """4 inputs, one hidden layer of 6 with batch norm."""
     drop = [nn.Dropout(dropout)] if dropout else []
@@ -49,6 +55,13 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.k * x
+
+
+class Doubled(nn.BatchNorm2d):
+    """Somebody's own kind of batch norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
 
 class Unsized:

@@ -9,7 +9,6 @@ import types
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.objects import setting_value
 from dissensus.data.corruptions import BENCHMARK
 from dissensus.methods import METHODS
+from small_scenes import write_cifar
 from thinning import thinned
 
 TASKS = (
@@ -319,17 +319,7 @@ def test_every_method_has_all_that_it_needs_and_little_to_do():
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory):
-    """CIFAR-10, CIFAR-100 and SVHN in their formats, with random images."""
-    folder, rng = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
-    ten, hundred, svhn = (folder / name for name in ("cifar-10-batches-bin", "cifar-100-binary", "svhn"))
-    for each in (ten, hundred, svhn):
-        each.mkdir()
-    rows, labels = rng.integers(0, 256, (60, 3072), dtype=np.uint8), (np.arange(60) % 10).astype(np.uint8)[:, None]
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        np.concatenate([labels, rows], 1).tofile(ten / f"{name}.bin")
-    np.concatenate([labels, labels, rows], 1).tofile(hundred / "test.bin")
-    np.savez(svhn / "test_32x32.npz", images=rows.reshape(60, 32, 32, 3), labels=labels[:, 0])
-    return str(folder)
+    return str(write_cifar(tmp_path_factory.mktemp("cifar"), count=60))
 
 
 @pytest.mark.slow

@@ -2,11 +2,8 @@
 
 import importlib
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,8 +17,8 @@ from dissensus.bench.run.run_folder import read_predictions
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece
 from small_runs import moons_network, task_with_weights
+from small_scenes import write_cifar
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = """
 methods = ["map", "map-scaled", "node_bnn"]
 data = { name = "two_moons", count = 200, noise = 0.4, validation = 0, calibration = 60 }
@@ -127,24 +124,11 @@ def test_images_are_standardised_as_those_of_imagenet(tmp_path):
             task_data({"name": name, "standardise": "imagenet", "validation": 0}, tmp_path)
 
 
-def write_cifar(folder, count: int = 24) -> None:
-    """CIFAR-10, CIFAR-100 and SVHN with so many random images each, and a ResNet-20 of random weights."""
-    generator = np.random.default_rng(0)
-    ten, hundred, svhn = (folder / name for name in ("cifar-10-batches-bin", "cifar-100-binary", "svhn"))
-    for each in (ten, hundred, svhn, folder / "resnet_cifar10"):
-        each.mkdir(parents=True)
-    rows = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
-    labels = (np.arange(count) % 10).astype(np.uint8)[:, None]
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        np.concatenate([labels, rows], 1).tofile(ten / f"{name}.bin")
-    np.concatenate([labels, labels, rows], 1).tofile(hundred / "test.bin")
-    np.savez(svhn / "test_32x32.npz", images=rows.reshape(count, 32, 32, 3), labels=labels[:, 0])
-    save_file(ds.nets.ResNet(20).state_dict(), folder / "resnet_cifar10" / "resnet20.safetensors")
-
-
 @pytest.mark.slow
 def test_the_task_runs_untrained_tuned_and_with_noise_on_nodes(tmp_path):
     write_cifar(tmp_path)
+    (tmp_path / "resnet_cifar10").mkdir()
+    save_file(ds.nets.ResNet(20).state_dict(), tmp_path / "resnet_cifar10" / "resnet20.safetensors")
     small = ["data.train=24", "data.test=20", "data.calibration=10", "data.ood_rows=10", "training.batch_size=12"]
     task = load_task("pretrained", size="smoke", overrides=[*small, "evaluation.corrupt_rows=4"])
     methods = ["map", "laplace", "map-tuned", "node_bnn-in4"]
@@ -168,10 +152,8 @@ def test_the_task_has_the_recipe_and_its_variants():
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    yield importlib.import_module("pretrained")
-    del sys.modules["pretrained"]  # nobody else's name
+def script(benchmarks):
+    return importlib.import_module("pretrained")
 
 
 def test_what_is_tried_differs_from_the_recipe_in_what_it_says(script, tmp_path):

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -132,14 +131,11 @@ TABLES = ("cifar10-forde", "cifar100-forde")
 
 
 @pytest.fixture
-def papers(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+def papers(benchmarks, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     import papers
 
-    yield papers
-    for name in ("papers", "papers_page", "rows"):
-        sys.modules.pop(name, None)
+    return papers
 
 
 @pytest.fixture(scope="module")

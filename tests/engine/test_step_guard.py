@@ -74,6 +74,15 @@ OPTIMISERS = {
 }
 
 
+def guarded_step(method: str, optimiser: str, *, host: bool = False, **settings):
+    """(a posterior, its optimiser, a step of both), guarded on the host or by a flag as on a device."""
+    posterior = METHODS[method]()
+    optimizer = OPTIMISERS[optimiser](posterior.parameters())
+    step = EagerStep(posterior.train(), optimizer, **settings)
+    step.guard = Guard(posterior, optimizer, host=host)
+    return posterior, optimizer, step
+
+
 def everything(posterior: ds.Posterior, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All tensors of the posterior and the optimiser, copied."""
     state = copy.deepcopy(optimizer.state_dict()["state"])
@@ -156,10 +165,7 @@ def test_batches_that_were_gathered_are_forgotten_with_the_bad_one(at: int, mode
     thinned(["deep_ensemble", "svgd", "feature_rde", "swag", "map"], ["loss", "gradient"], ["sgd", "adamw"], every=2),
 )
 def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode: str, optimiser: str) -> None:
-    posterior = METHODS[method]()
-    optimizer = OPTIMISERS[optimiser](posterior.parameters())
-    step = EagerStep(posterior.train(), optimizer, clip=1.0)
-    step.guard = Guard(posterior, optimizer, host=False)
+    posterior, optimizer, step = guarded_step(method, optimiser, clip=1.0)
     for _ in range(3):
         step(Batch(X, Y))
     before = everything(posterior, optimizer)
@@ -186,10 +192,7 @@ def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode
 @pytest.mark.parametrize("mode", ["loss", "gradient"])
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_a_flag_on_the_device_forgets_gathered_batches(at: int, mode: str) -> None:
-    posterior = METHODS["deep_ensemble"]()
-    optimizer = OPTIMISERS["adamw"](posterior.parameters())
-    step = EagerStep(posterior.train(), optimizer, accumulate=2)
-    step.guard = Guard(posterior, optimizer, host=False)
+    posterior, optimizer, step = guarded_step("deep_ensemble", "adamw", accumulate=2)
     states = []
     for i in range(5):
         if i % 2 == 0:
@@ -205,10 +208,7 @@ def test_a_flag_on_the_device_forgets_gathered_batches(at: int, mode: str) -> No
 def test_a_flag_on_the_device_leaves_good_training_as_it_is() -> None:
     results = []
     for host in (True, False):
-        posterior = METHODS["deep_ensemble"]()
-        optimizer = OPTIMISERS["sgd"](posterior.parameters())
-        step = EagerStep(posterior.train(), optimizer, clip=1.0)
-        step.guard = Guard(posterior, optimizer, host=host)
+        posterior, optimizer, step = guarded_step("deep_ensemble", "sgd", host=host, clip=1.0)
         for _ in range(4):
             step(Batch(X, Y))
         step.check()
@@ -217,10 +217,7 @@ def test_a_flag_on_the_device_leaves_good_training_as_it_is() -> None:
 
 
 def test_an_optimiser_that_cannot_skip_is_read_at_every_step() -> None:
-    posterior = METHODS["deep_ensemble"]()
-    optimizer = OPTIMISERS["rmsprop"](posterior.parameters())
-    step = EagerStep(posterior.train(), optimizer)
-    step.guard = Guard(posterior, optimizer, host=False)
+    posterior, optimizer, step = guarded_step("deep_ensemble", "rmsprop")
     step(Batch(X, Y))
     before = everything(posterior, optimizer)
     Marked.mode = "loss"
@@ -229,10 +226,7 @@ def test_an_optimiser_that_cannot_skip_is_read_at_every_step() -> None:
 
 
 def test_the_first_step_of_a_run_is_read_since_it_makes_the_optimisers_state() -> None:
-    posterior = METHODS["deep_ensemble"]()
-    optimizer = OPTIMISERS["sgd"](posterior.parameters())
-    step = EagerStep(posterior.train(), optimizer)
-    step.guard = Guard(posterior, optimizer, host=False)
+    _, optimizer, step = guarded_step("deep_ensemble", "sgd")
     Marked.mode = "gradient"
     refuses(lambda: step(Batch(X, Y)), "member 1 at step 1", ds.Diverged)
     assert not optimizer.state

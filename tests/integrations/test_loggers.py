@@ -22,15 +22,10 @@ QUIET = {"progress": False, "engine": "vectorised"}
 NAMES = ["loss", "validation", "lr", "seconds", "member0", "member1", "member2"]
 
 
-def batches(count=3):
-    x, y = tiny.points(8 * count)
-    return list(zip(x.chunk(count), y.chunk(count), strict=True))
-
-
 def train(posterior=None, *, epochs=2, loader=None, **keywords):
     torch.manual_seed(0)
     posterior = posterior or tiny.ensemble(tiny.mlp)
-    loader = loader or batches()
+    loader = loader or tiny.point_batches()
     return ds.fit(posterior, loader, epochs=epochs, validation=loader, **QUIET, **keywords)
 
 
@@ -89,7 +84,7 @@ def test_steps_read_nothing_unless_they_are_asked():
 
 
 def batches32():
-    return [(x.float(), y) for x, y in batches()]
+    return [(x.float(), y) for x, y in tiny.point_batches()]
 
 
 def test_every_callback_is_called_and_one_of_them_stops():
@@ -181,7 +176,7 @@ def test_optuna_gets_validation_scores_and_ends_a_trial(monkeypatch):
     assert reported == [(epoch.epoch, epoch.validation) for epoch in epochs]
     assert not posterior.training
     told = "expected validation data for Optuna, got none; pass validation="
-    refuses(lambda: ds.fit(posterior, batches(), epochs=1, callback=loggers.Optuna(trial), **QUIET), told)
+    refuses(lambda: ds.fit(posterior, tiny.point_batches(), epochs=1, callback=loggers.Optuna(trial), **QUIET), told)
 
 
 @pytest.mark.parametrize(("build", "package", "module"), [

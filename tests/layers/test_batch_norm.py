@@ -90,16 +90,9 @@ def home_made():
     return tiny.Network(forward, momentum=0.3, running_mean=torch.zeros(4), running_var=torch.ones(4))
 
 
-class Doubled(nn.BatchNorm2d):
-    """Somebody's own kind of batch norm."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 @pytest.mark.parametrize(("layer", "shape", "dims"), [
     (nn.SyncBatchNorm(2), (2, 3, 3), (0, 2, 3)),  # one process: as batch norm
-    (Doubled(2), (2, 3, 3), (0, 2, 3)),
+    (tiny.Doubled(2), (2, 3, 3), (0, 2, 3)),
     (nn.BatchNorm2d(2), (2, 3, 3), (0, 2, 3)),
     (nn.BatchNorm3d(2), (2, 3, 3, 2), (0, 2, 3, 4)),
     (nn.BatchNorm1d(2, momentum=None), (2, 5), (0, 2)),

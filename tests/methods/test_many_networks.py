@@ -297,18 +297,13 @@ def test_a_watched_run_takes_the_schedule_of_what_records_it():
     assert plain.default_schedule(20)(19) == ds.MAP(tiny.mlp()).default_schedule(20)(19)
 
 
-def loader():
-    x, y = tiny.points(24)
-    return [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
-
-
 def test_every_posterior_is_what_it_would_have_been_alone():
     start = tiny.mlp().double()
     methods = {"tradi": TRADI, "swag": partial(SWAG, rank=3), "swa": SWA, "map": MAP}
 
     def trained(posterior):
         optimizer = torch.optim.Adam(posterior.parameters(), lr=0.01)
-        ds.fit(posterior, loader(), epochs=4, optimizer=optimizer, progress=False)
+        ds.fit(posterior, tiny.point_batches(), epochs=4, optimizer=optimizer, progress=False)
         return posterior
 
     together = trained(track(copy.deepcopy(start), list(methods.values())))
@@ -329,7 +324,7 @@ def test_a_watched_run_keeps_its_best_epoch_and_its_watchers_their_records(inter
     def trained(posterior, validation, **keywords):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)  # overfits: the best epoch is an early one
         settings = {"epochs": epochs, "validation": validation, "progress": False, **keywords}
-        return ds.fit(posterior, loader(), optimizer=optimizer, **settings)
+        return ds.fit(posterior, tiny.point_batches(), optimizer=optimizer, **settings)
 
     alone, watched, whole = MAP(copy.deepcopy(start)), *(track(copy.deepcopy(start), methods) for _ in range(2))
     expected = trained(alone, [(x, y)])
@@ -358,7 +353,7 @@ def test_patience_is_that_of_the_run_also_where_it_is_watched():
     for posterior in (MAP(copy.deepcopy(start)), track(copy.deepcopy(start), [partial(SWAG, start=0, every=1)])):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)
         settings = {"validation": [(x, y)], "patience": 1, "progress": False}
-        lengths.append(len(ds.fit(posterior, loader(), epochs=20, optimizer=optimizer, **settings)))
+        lengths.append(len(ds.fit(posterior, tiny.point_batches(), epochs=20, optimizer=optimizer, **settings)))
     assert lengths[0] == lengths[1] < 20
 
 
@@ -392,21 +387,21 @@ def test_branches_go_on_alike_and_apart(scheduled):
     run = track(tiny.mlp().double(), [TRADI, partial(SWAG, start=6, every=1)])
     optimizer = torch.optim.Adam(run.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if scheduled else None
-    ds.fit(run, loader(), epochs=2, optimizer=optimizer, scheduler=scheduler, progress=False)
+    ds.fit(run, tiny.point_batches(), epochs=2, optimizer=optimizer, scheduler=scheduler, progress=False)
     other, its_optimizer = branch(run, optimizer)
     before = tiny.state(run.particles)
-    ds.fit(other, loader(), epochs=1, optimizer=its_optimizer, progress=False)
+    ds.fit(other, tiny.point_batches(), epochs=1, optimizer=its_optimizer, progress=False)
     assert tiny.largest_difference(before, tiny.state(run.particles)) == 0  # the copy's training is its own
     assert int(run.watchers["swag"].recorder.snapshots.taken) == 0
     assert int(other.watchers["swag"].recorder.snapshots.taken) == 3
-    ds.fit(run, loader(), epochs=1, optimizer=optimizer, progress=False)
+    ds.fit(run, tiny.point_batches(), epochs=1, optimizer=optimizer, progress=False)
     assert tiny.largest_difference(tiny.state(run.particles), tiny.state(other.particles)) == 0
     assert tiny.largest_difference(run.watchers["tradi"].mean, other.watchers["tradi"].mean) == 0
 
 
 def test_what_has_nothing_to_draw_from_yet_is_not_refreshed():
     run = track(tiny.mlp().double(), [TRADI, partial(SWAG, start=1000)])
-    ds.fit(run, loader(), epochs=1, progress=False)
+    ds.fit(run, tiny.point_batches(), epochs=1, progress=False)
     assert run.watchers["tradi"].stored is not None
     refuses(lambda: run.watchers["swag"].draw(), "expected at least one snapshot")
 

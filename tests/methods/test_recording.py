@@ -1,6 +1,7 @@
 """Trajectories: when networks are recorded, that they are collected whole, and ensembles of snapshots."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -102,9 +103,7 @@ def test_the_cosine_comes_back_to_its_start_in_every_cycle():
 EPOCHS, STEPS = 8, 4
 
 
-def batches():
-    x, y = tiny.points(16)
-    return [(x[i : i + 4], y[i : i + 4]) for i in range(0, 16, 4)]
+batches = functools.partial(tiny.point_batches, 16, 4)
 
 
 def made(method, seed=0, **keywords):

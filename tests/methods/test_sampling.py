@@ -86,13 +86,6 @@ def test_buffers_that_are_not_saved_stay_out_of_files(tmp_path):
     assert torch.equal(ds.load(tmp_path, Scaled()).predict(x).member_means, outputs)
 
 
-class Doubled(nn.BatchNorm2d):
-    """Somebody's own kind of batch norm."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 # name -> (layer, shape of what it normalises)
 NORMS = {
     "batch norm 1d": (lambda: nn.BatchNorm1d(3), (3, 4)),
@@ -100,7 +93,7 @@ NORMS = {
     "batch norm 3d": (lambda: nn.BatchNorm3d(3), (3, 2, 2, 1)),
     "synchronised": (lambda: nn.SyncBatchNorm(3), (3, 2, 2)),
     "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (3, 2, 2)),
-    "own kind": (lambda: Doubled(3), (3, 2, 2)),
+    "own kind": (lambda: tiny.Doubled(3), (3, 2, 2)),
 }
 
 

@@ -23,9 +23,7 @@ from refusals import refuses
 STEPS = 3
 
 
-def batches():
-    x, y = tiny.points(12)
-    return [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)]
+batches = functools.partial(tiny.point_batches, 12, 4)
 
 
 def repelling(annealing, method=ds.WeightRDE):

@@ -28,9 +28,7 @@ def network():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def batches():
-    x, y = tiny.points(12)
-    return [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)]
+batches = functools.partial(tiny.point_batches, 12, 4)
 
 
 def sgd(module, *, fused=True):

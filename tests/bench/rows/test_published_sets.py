@@ -1,8 +1,5 @@
 """Published test sets that are read where they lie: corrupted files, CIFAR-10.1, CIFAR-10H, ImageNet and ImageNet-V2."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -19,18 +16,13 @@ def _small_files(monkeypatch):
     monkeypatch.setattr("dissensus.data.corruptions._ROWS_PER_SEVERITY", 20)
 
 
-BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
-
-
 @pytest.fixture
-def sets(folder, monkeypatch):
+def sets(benchmarks, folder, monkeypatch):
     """The functions that read these sets."""
-    monkeypatch.setattr(sys, "path", [BENCHMARKS, *sys.path])
     monkeypatch.setenv("DISSENSUS_DATA", str(folder))
     import published_sets
 
-    yield published_sets
-    del sys.modules["published_sets"]
+    return published_sets
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +71,8 @@ def test_published_corrupted_images_need_all_test_images(folder):
         ds.evaluate(posterior, loader, corrupt=spec)
 
 
-def test_other_test_sets_of_cifar10_are_shifted_sets(folder, sets):
-    data = task_data({"name": "published_sets:cifar10", "validation": 0}, beside=BENCHMARKS)
+def test_other_test_sets_of_cifar10_are_shifted_sets(folder, sets, benchmarks):
+    data = task_data({"name": "published_sets:cifar10", "validation": 0}, beside=str(benchmarks))
     new, people = data.shift["cifar10_1"], data.shift["cifar10h"]
     assert new.x.shape == (7, 3, 32, 32)
     assert new.y.tolist() == [*range(7)]
@@ -91,10 +83,10 @@ def test_other_test_sets_of_cifar10_are_shifted_sets(folder, sets):
     assert torch.equal(people.x, data.test.x)
 
 
-def test_images_of_imagenet_are_read_when_a_batch_is_made(folder, sets, monkeypatch):
+def test_images_of_imagenet_are_read_when_a_batch_is_made(benchmarks, folder, sets, monkeypatch):
     read, counted = sets.ImageFiles.read, []
     settings = {"name": "published_sets:imagenet", "side": 24, "standardise": "imagenet", "validation": 0}
-    data = task_data(settings, beside=BENCHMARKS)
+    data = task_data(settings, beside=str(benchmarks))
     monkeypatch.setattr(type(data.train.x), "read", lambda self: counted.append(len(self)) or read(self))
     assert data.classes == ("n01", "n02")
     assert data.train.x.shape == (6, 3, 24, 24)
