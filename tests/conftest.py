@@ -60,6 +60,15 @@ def same_start(request, monkeypatch):
 
 
 @pytest.fixture
+def on_meta():
+    """Networks of which only the shapes are looked at."""
+    import torch
+
+    with torch.device("meta"):
+        yield
+
+
+@pytest.fixture
 def undrawn(monkeypatch):
     """Pages with an empty <svg> for each figure: figures are made, but drawing them takes longer than training.
 

@@ -213,18 +213,12 @@ def test_stored_members_need_the_same_data_each_time_and_a_file_that_is_whole(tm
 
 @pytest.mark.parametrize(("saved", "given"), [(True, False), (False, True)])
 def test_stored_members_need_the_same_ties(saved, given, tmp_path):
-    def make(tied: bool) -> nn.Module:
-        network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-        if tied:
-            network[2].weight = network[0].weight
-        return network
-
-    posterior = tiny.ensemble(lambda: make(saved))
+    posterior = tiny.ensemble(lambda: tiny.tied_layers(saved))
     ds.save(posterior, tmp_path)
     loader = batches()
     with pytest.raises(ValueError, match="expected a network whose tensors are tied as in the saved one"):
-        ds.summarise(tmp_path, loader, network=make(given))
-    found = ds.summarise(tmp_path, loader, network=make(saved))
+        ds.summarise(tmp_path, loader, network=tiny.tied_layers(given))
+    found = ds.summarise(tmp_path, loader, network=tiny.tied_layers(saved))
     torch.testing.assert_close(found.mean, ds.predict(posterior, loader).mean, rtol=0, atol=1e-12)
 
 

@@ -118,6 +118,14 @@ def segmenter(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), *drop, nn.Conv2d(4, 3, 1))
 
 
+def tied_layers(tied: bool = True) -> nn.Module:
+    """4 inputs and outputs, two linear layers that may have one weight."""
+    network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    if tied:
+        network[2].weight = network[0].weight
+    return network
+
+
 class Killed(Exception):
     """What a test ends a run with."""
 
@@ -140,6 +148,20 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     assert a
     return max(float((a[name].double() - b[name].double()).abs().max()) if a[name].numel() else 0.0 for name in a)
+
+
+def minimise(parameters: Iterable[Tensor], loss: Callable[[], Tensor], *, calls: int = 1, **settings: float) -> None:
+    """To the minimum of loss() in the parameters, by L-BFGS."""
+    optimizer = torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe", **settings)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    for _ in range(calls):
+        optimizer.step(closure)
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:

@@ -152,13 +152,6 @@ def test_the_head_is_no_output_layer():
     assert "own bias" not in account["aux"]
 
 
-@pytest.fixture
-def on_meta():
-    """Networks of which only the shapes are looked at."""
-    with torch.device("meta"):
-        yield
-
-
 @pytest.mark.usefixtures("on_meta")
 def test_pspnet_has_the_head_of_the_paper_in_training():
     with_head, without = PSPNet(5), PSPNet(5, auxiliary_weight=0)

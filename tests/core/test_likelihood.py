@@ -93,16 +93,8 @@ def test_learned_noise_goes_to_the_residuals_deviation():
     likelihood = ds.Regression(initial=2.0).double()
     residuals = 0.5 * torch.randn(1000, 1, dtype=F64)
     assert float(likelihood.describe(residuals)[1][0].detach()) == pytest.approx(4.0, rel=1e-6)
-    optimizer = torch.optim.LBFGS(likelihood.parameters(), line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = likelihood.nll(torch.zeros_like(residuals), residuals)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
+    means = torch.zeros_like(residuals)
+    tiny.minimise(likelihood.parameters(), lambda: likelihood.nll(means, residuals), calls=3)
     expected = float(residuals.square().mean().sqrt())
     assert float(likelihood.log_noise.detach().exp()) == pytest.approx(expected, rel=1e-6)
 
@@ -351,15 +343,7 @@ def test_a_likelihood_of_ones_own_trains_predicts_and_loads(tmp_path):
     rate = (1 + x).exp()
     y = torch.poisson(rate)
     posterior = tiny.ensemble(lambda: nn.Linear(1, 1), members=2, likelihood=tiny.Poisson())
-    optimizer = torch.optim.LBFGS(posterior.parameters(), max_iter=60, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = posterior.loss(x, y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    tiny.minimise(posterior.parameters(), lambda: posterior.loss(x, y), max_iter=60)
     # Poisson regression is convex: both members meet, and the score equations hold: Σ (y − rate) (1, x) = 0.
     found = posterior.predict(x)
     assert float(found.epistemic.max()) < 1e-6

@@ -47,17 +47,8 @@ def test_a_linear_gaussian_model_is_ridge_regression():
     y = y + noise * torch.randn(size, 1, dtype=torch.float64)
     network = nn.Linear(4, 1, bias=False).double()
     posterior = ds.MAP(network, likelihood=ds.Regression(noise=noise), weight_prior_std=std, data_size=size)
-    optimizer = torch.optim.LBFGS(
-        posterior.parameters(), max_iter=100, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = posterior.loss(x, y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    exactly = {"max_iter": 100, "tolerance_grad": 1e-13, "tolerance_change": 0}
+    tiny.minimise(posterior.parameters(), lambda: posterior.loss(x, y), **exactly)
     ridge = torch.linalg.solve(x.T @ x + (noise / std) ** 2 * torch.eye(4, dtype=torch.float64), x.T @ y)
     torch.testing.assert_close(network.weight.detach().T, ridge, rtol=0, atol=1e-8)
     torch.testing.assert_close(posterior.predict(x).mean, x @ ridge, rtol=0, atol=1e-8)
@@ -137,8 +128,7 @@ def test_fit_trains_members_as_alone(name, engine, how):
     optimizer, (clip, accumulate) = OPTIMIZERS[name], how
     networks = [deep().double() for _ in range(3)]
     posterior = ds.DeepEnsemble(networks)
-    x, y = tiny.points(24)
-    loader = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
+    loader = tiny.point_batches(24, 6)
     settings = {"epochs": 2, "clip": clip, "accumulate": accumulate, "progress": False}
     ds.fit(posterior, loader, optimizer=optimizer(posterior.parameters()), engine=engine, **settings)
     for i, net in enumerate(networks):

@@ -163,19 +163,12 @@ def brute_force(likelihood, phi, mean, y, weight):
     return torch.func.hessian(nll)(mean.flatten())
 
 
-def test_the_full_matrix_is_the_hessian_of_a_classification():
+@pytest.mark.parametrize("likelihood", [ds.Classification(), ds.Regression(0.4)], ids=["classification", "regression"])
+def test_the_full_matrix_is_the_hessian(likelihood):
     phi, mean, weight = rows()
-    y = torch.arange(N) % C
-    found = gathered("full", ds.Classification(), phi, phi @ mean.T, weight).sums[0]
-    expected = brute_force(ds.Classification(), phi, mean, y, weight)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def test_the_full_matrix_is_the_hessian_of_a_regression():
-    phi, mean, weight = rows()
-    y = torch.randn(N, C, dtype=torch.float64)
-    found = gathered("full", ds.Regression(0.4), phi, phi @ mean.T, weight).sums[0]
-    torch.testing.assert_close(found, brute_force(ds.Regression(0.4), phi, mean, y, weight), rtol=0, atol=1e-10)
+    y = torch.randn(N, C, dtype=torch.float64) if isinstance(likelihood, ds.Regression) else torch.arange(N) % C
+    found = gathered("full", likelihood, phi, phi @ mean.T, weight).sums[0]
+    torch.testing.assert_close(found, brute_force(likelihood, phi, mean, y, weight), rtol=0, atol=1e-10)
 
 
 def test_the_full_matrix_is_the_mean_hessian_of_a_heteroscedastic_regression():

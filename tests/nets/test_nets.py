@@ -33,13 +33,6 @@ SEGMENTING = ("ENet", "PSPNet")
 LARGE = ("PSPNet", "ResNet50", "VGG16", "ENet")
 
 
-@pytest.fixture
-def on_meta():
-    """Networks of which only the shapes are looked at."""
-    with torch.device("meta"):
-        yield
-
-
 def test_every_network_is_tried():
     assert BUILT.keys() == NETS.keys()
 
