@@ -132,10 +132,8 @@ def test_a_csv_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(kind, check
 
 def test_files_of_something_else_are_refused(tmp_path):
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
-    refuses(
-        lambda: train(callback=loggers.CSV(tmp_path / "notes.csv")),
-        "with the columns epoch,loss.*, got a,b; use another",
-    )
+    told = "with the columns epoch,loss.*, got a,b; use another"
+    refuses(lambda: train(callback=loggers.CSV(tmp_path / "notes.csv")), told)
     both = loggers.CSV(tmp_path / "both.csv")
     refuses(lambda: train(callback=both, on_step=both), "with the columns epoch,.*, got step,loss")
 

@@ -97,10 +97,8 @@ def test_a_layer_may_be_named_and_a_wrong_name_is_a_clear_error():
     layers = {"body": linear(4, 6), "head": linear(6), "unused": linear()}
     network = tiny.Network(lambda net, x: net.head(torch.tanh(net.body(x))), **layers)
     assert last_layer(network, x, "head").name == "head"
-    refuses(
-        lambda: last_layer(network, x, "fc"),
-        r"expected names of layers, got fc, which match no layer; the network has body, head, unused",
-    )
+    told = r"expected names of layers, got fc, which match no layer; the network has body, head, unused"
+    refuses(lambda: last_layer(network, x, "fc"), told)
     refuses(lambda: last_layer(network, x, "unused"), "'unused' never called")
 
 
@@ -277,10 +275,8 @@ def test_the_best_precision_is_found_far_away_too(curvature, scale):
 def test_a_prior_that_nothing_is_known_of_is_a_clear_error(curvature, what):
     found, _ = curvature
     getattr(found, what).zero_()
-    refuses(
-        lambda: resolve_precision("marginal_likelihood", [found]),
-        r"expected finite non-zero weights and curvature, .* pass prior_precision=",
-    )
+    told = r"expected finite non-zero weights and curvature, .* pass prior_precision="
+    refuses(lambda: resolve_precision("marginal_likelihood", [found]), told)
 
 
 def covariance_of(function, shape):

@@ -46,10 +46,8 @@ def test_a_value_of_seed_in_the_data_is_the_seed_of_the_run():
 
 
 def test_choosing_by_validation_rows_needs_some():
-    with pytest.raises(
-        ValueError, match=r"training.keep_best, got data.validation = 0; hold some out, or set training"
-    ):
-        run_config(load_task("moons", overrides=["data.validation=0"]), "map", 0)
+    told = r"training.keep_best, got data.validation = 0; hold some out, or set training"
+    refuses(lambda: run_config(load_task("moons", overrides=["data.validation=0"]), "map", 0), told)
     settled = load_task("moons", overrides=["data.validation=0", "training.keep_best=false"])
     assert run_config(settled, "map", 0).data["validation"] == 0
 

@@ -293,12 +293,8 @@ def test_lengthscales_of_a_run_survive_saving_and_loading(tmp_path):
     x = run.data.standardiser(run.data.train.x)
     expected, found = ds.pca_lengthscales(x, 0.4), run.posterior().lengthscales
     torch.testing.assert_close(found.precision, expected.precision, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        found.eigenvectors @ torch.diag(found.precision) @ found.eigenvectors.T,
-        expected.eigenvectors @ torch.diag(expected.precision) @ expected.eigenvectors.T,
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    metric, wanted = (s.eigenvectors @ torch.diag(s.precision) @ s.eigenvectors.T for s in (found, expected))
+    torch.testing.assert_close(metric, wanted, rtol=1e-3, atol=1e-4)
     again = ds.load(run.folder / "posterior")
     ds.save(again, tmp_path / "copy")
     assert torch.equal(ds.load(tmp_path / "copy").lengthscales.eigenvectors, again.lengthscales.eigenvectors)
