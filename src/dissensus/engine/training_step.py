@@ -26,6 +26,7 @@ from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
 from dissensus.utils.parameter_groups import clip_members, count_optimizer_step
 from dissensus.utils.sharding import local_part
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import flatten_all, unflatten_all
 
 
 class EagerStep:
@@ -193,17 +194,17 @@ class Guard:
             gradients = {name: each for name, each in gradients.items() if name not in own}
         if particles.divided:
             gradients = {name: local_part(gradient) for name, gradient in gradients.items()}
-        given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
         exchange = particles.exchange
         if self.checks_at_once:
+            given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
             _flag_not_finite(given, self.halted, self._one)
             if exchange.any_process(self.halted.item() > 0):
                 self._record_faults(losses, gradients, known)
                 self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
-        elif given:
+        else:
             self._record_faults(losses, gradients, known)
-            _flag_not_finite(given, self.halted, self._one)
+            self.halted.copy_(self.bad.any())
             exchange.reduce_flag(self.halted)
 
     def _record_faults(self, losses: Tensor | None, gradients: Mapping[str, Tensor], known: Tensor | None) -> None:
@@ -336,10 +337,11 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
     chosen: Tensors = {}
     for dtype in {value.dtype for value in values.values()}:
         names = [name for name, value in values.items() if value.dtype == dtype]
-        old = torch.cat([before[name].expand_as(values[name]).reshape(-1) for name in names])
-        new = torch.cat([values[name].reshape(-1) for name in names])
-        parts = torch.where(flag > 0, old, new).split([values[name].numel() for name in names])
-        chosen |= {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+        new = [values[name] for name in names]
+        flat = torch.where(
+            flag > 0, flatten_all([before[name].expand_as(values[name]) for name in names]), flatten_all(new)
+        )
+        chosen |= dict(zip(names, unflatten_all(flat, new), strict=True))
     return chosen
 
 

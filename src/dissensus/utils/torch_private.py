@@ -16,10 +16,11 @@ from torch import Tensor, distributed
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+from torch._utils import _flatten_dense_tensors as flatten_all, _unflatten_dense_tensors as unflatten_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode"]  # a public class in a private module
+__all__ = ["TorchDispatchMode", "flatten_all", "unflatten_all"]  # public names in private modules
 FunctionClass = TypeVar("FunctionClass", bound=type[torch.autograd.Function])
 
 # How the innermost level of functorch is closed. Its own function for all of them closes one too many in torch 2.11.
