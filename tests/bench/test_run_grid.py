@@ -106,7 +106,8 @@ def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, 
         sum(float(row["nll"]) for row in rows if (row["method"], row["rate"], row["noise"]) == (name, "0.1", "0.0")) / 2
         for name in ("mc_dropout", "map")
     )
-    assert f"{mine - other:+.4f}".replace("-", "−") in wanted
+    shown = wanted.split("|")[2].split()[0].replace("−", "-")  # with as many digits as its interval bears
+    assert shown == f"{mine - other:+.{len(shown.partition('.')[2])}f}"
     assert "p = " in wanted or "p < " in wanted
 
 
@@ -270,7 +271,8 @@ def test_a_verdict_compares_a_difference_with_the_published_one(papers, wanted, 
 
 def test_a_page_shows_what_was_run_and_the_command_of_the_rest(papers):
     task = load_task("cifar100-forde")
-    base = {"task": task.name, "size": "short", "commit": "c", "torch": "t", "device": "d", "seconds": "300"}
+    made = {"commit": "c", "torch": "t", "device": "d", "train_seconds": "270", "evaluation_seconds": "30"}
+    base = {"task": task.name, "size": "short", **made}
     numbers = dict.fromkeys(papers.NUMBERS, "0.5")
     rows = [base | numbers | {"method": method, "seed": "0"} for method in ("deep_ensemble", "forde-pca")]
     ours = {"difference": "0.011", "lower": "0.008", "upper": "0.014", "seeds": "1.0", "above": "1"}
@@ -281,6 +283,7 @@ def test_a_page_shows_what_was_run_and_the_command_of_the_rest(papers):
     assert "|50.0/56.1|" in line
     assert "cA +1.10 (+0.80 to +1.40), published +1.80: agrees" in line
     assert "cNLL +0.011" in line
+    assert "|5.0|" in line
     assert line.endswith("does not come out|")
     assert "Not run (published accuracy/cA): map, weight_rde 81.7/54.2, function_rde 80.1/51.9" in text
     assert "Verdicts on published differences: agrees: 1, does not come out: 1." in text
