@@ -5,7 +5,7 @@ import torch
 import dissensus as ds
 
 
-class NoisyWeights(ds.MAP):
+class NoisyWeights(ds.NetworksPosterior):
     """MAP whose loss is that of weights with noise around them, new at every look."""
 
     name = "noisy_weights"

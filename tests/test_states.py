@@ -221,7 +221,9 @@ def test_a_watched_run_and_its_watchers_are_saved_one_by_one(convolutions, tmp_p
 
 
 def test_what_cannot_be_read_back_is_not_written(tmp_path):
-    class Forgetful(ds.DeepEnsemble):
+    class Forgetful(ds.StackedPosterior):
+        name = "forgetful"
+
         def config(self):
             return {key: value for key, value in super().config().items() if key != "members"}
 

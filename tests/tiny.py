@@ -193,8 +193,10 @@ def ensemble(make, members: int = 3, *, how: str | None = None, dtype: torch.dty
     return posterior
 
 
-class Repelling(ds.DeepEnsemble):
+class Repelling(ds.StackedPosterior):
     """A toy coupling: outputs are pushed away from the members' mean."""
+
+    name = "repelling"
 
     def member_loss(self, params, buffers, batch):
         def both(member):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dissensus.calibration.decide import Decision, decide
     from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
+    from dissensus.core.networks import NetworksPosterior, StackedPosterior
     from dissensus.core.particles import Particles
     from dissensus.evaluation.evaluate import count_operations, evaluate
     from dissensus.evaluation.evaluation import Evaluation
@@ -64,6 +65,7 @@ _LAZY = {
     "calibration.decide": "decide Decision",
     "calibration.selective": "ood_gate selective Gate",
     "core.drawn_functions": "DrawnFunctions MemberFunctions",
+    "core.networks": "NetworksPosterior StackedPosterior",
     "core.particles": "Particles",
     "evaluation.evaluate": "count_operations evaluate",
     "evaluation.evaluation": "Evaluation",
@@ -92,16 +94,17 @@ __all__ = [
     "HMC", "LIT", "MAP", "METHODS", "SGHMC", "SVGD", "SWA", "SWAG", "TRADI", "Annealing", "AttackCurves",
     "BackboneAndHead", "BatchEnsemble", "Calibrated", "Capacity", "Classification", "ClassificationPredictive",
     "Conformal", "Convergence", "Corruptions", "Decision", "DeepEnsemble", "DistancesOverTraining", "Diverged",
-    "DrawnFunctions", "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE", "Gate",
-    "GaussianPerturbation", "GaussianPrior", "Group", "HeteroscedasticRegression", "History", "ImagePrediction",
-    "Laplace", "Lengthscales", "Likelihood", "Loader", "MCDropout", "MeanFieldVI", "MemberDistances", "MemberFunctions",
-    "Modulation", "MultiLabel", "MultiLabelPredictive", "NodeBNN", "Particles", "Posterior", "Predictive", "Prior",
-    "RankOneBNN", "Recorder", "RecordingPosterior", "Regression", "RegressionPredictive", "SamplingPosterior",
-    "SequencePredictive", "SnapshotEnsemble", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks",
-    "bench", "branch", "cache_features", "calibrate", "capacity", "conformal", "convergence", "count_operations", "data",
-    "decide", "distributed", "evaluate", "export", "fit", "heads", "integrations", "landscape", "load", "member_distances",
-    "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh", "report",
-    "save", "selective", "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
+    "DrawnFunctions", "DropoutEnsemble", "EmpCov", "Epoch", "Evaluation", "FeatureRDE", "FoRDE", "FunctionRDE",
+    "Gate", "GaussianPerturbation", "GaussianPrior", "Group", "HeteroscedasticRegression", "History",
+    "ImagePrediction", "Laplace", "Lengthscales", "Likelihood", "Loader", "MCDropout", "MeanFieldVI",
+    "MemberDistances", "MemberFunctions", "Modulation", "MultiLabel", "MultiLabelPredictive", "NetworksPosterior",
+    "NodeBNN", "Particles", "Posterior", "Predictive", "Prior", "RankOneBNN", "Recorder", "RecordingPosterior",
+    "Regression", "RegressionPredictive", "SamplingPosterior", "SequencePredictive", "SnapshotEnsemble",
+    "StackedPosterior", "SummaryPredictive", "TokenPredictive", "Tokens", "WeightRDE", "attacks", "bench", "branch",
+    "cache_features", "calibrate", "capacity", "conformal", "convergence", "count_operations", "data", "decide",
+    "distributed", "evaluate", "export", "fit", "heads", "integrations", "landscape", "load", "member_distances",
+    "metrics", "nets", "ood_gate", "pca_lengthscales", "predict", "predict_batches", "predict_image", "refresh",
+    "report", "save", "selective", "sklearn", "summarise", "temperature_scale", "theory", "track", "watching",
 ]  # fmt: skip
 
 

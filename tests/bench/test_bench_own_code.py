@@ -30,8 +30,10 @@ import torch
 import dissensus as ds
 
 
-class DeepEnsemble(ds.DeepEnsemble):
+class DeepEnsemble(ds.StackedPosterior):
     """Members pulled towards zero."""
+
+    name = "deep_ensemble"
 
     def __init__(self, networks, *, strength=0.1, **keywords):
         super().__init__(networks, **keywords)
@@ -157,7 +159,7 @@ def test_rows_of_ones_own_are_shuffled_once_and_standardised_by_training_rows(mi
     ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected 60 targets in test of"),
     ("strength=0.1, **keywords", "strenght=0.1", "expected a keyword of .*DeepEnsemble of .*got 'likelihood'"),
     ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*members"),
-    ("DeepEnsemble(ds.DeepEnsemble):", "DeepEnsemble:", "expected a class derived from dissensus.Posterior"),
+    ("DeepEnsemble(ds.StackedPosterior):", "DeepEnsemble:", "expected a class derived from dissensus.Posterior"),
     ("import torch\n", "import torch, no_such_thing\n", "can be imported.*No module named 'no_such_thing'"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_error_before_anything_is_trained(mine, tmp_path, old, new, message):
@@ -201,7 +203,7 @@ def test_a_method_that_is_no_name_of_ours_is_offered_no_far_one():
 def test_a_watched_training_is_not_shared_with_an_own_loss(mine, tmp_path):
     from dissensus.bench.run.shared_training import can_share_training
 
-    (tmp_path / f"{mine}.py").write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)"))
+    (tmp_path / f"{mine}.py").write_text(MINE.replace("StackedPosterior", "NetworksPosterior"))
     sets = ["training.together=true", "training.keep_best=false", "training.epochs=2"]
     task = load_task(str(tmp_path / "task.toml"), overrides=sets)
     assert can_share_training(run_config(task, "map", 0))

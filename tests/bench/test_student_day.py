@@ -18,8 +18,10 @@ MINE = '''
 import dissensus as ds
 
 
-class Pulled(ds.DeepEnsemble):
+class Pulled(ds.StackedPosterior):
     """Members pulled towards zero."""
+
+    name = "pulled"
 
     def member_loss(self, params, buffers, batch):
         loss, z, buffers = super().member_loss(params, buffers, batch)

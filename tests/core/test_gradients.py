@@ -23,9 +23,10 @@ from dissensus.utils.tensor_tree import OwnTensors
 from refusals import refuses
 
 
-class Coupled(ds.DeepEnsemble):
+class Coupled(ds.StackedPosterior):
     """Members pushed about by a fixed mixing of their hidden features: z_i = features, v = A z over members."""
 
+    name = "coupled"
     mixing = torch.tensor([[0.0, 0.7, -0.2], [0.3, 0.0, 0.5], [-0.4, 0.1, 0.2]], dtype=torch.float64)
 
     def member_loss(self, params, buffers, batch):
@@ -408,7 +409,7 @@ def test_a_network_of_which_nothing_is_trained_has_no_gradients():
 
 
 def test_a_loss_of_many_numbers_is_refused():
-    class Many(ds.MAP):
+    class Many(ds.NetworksPosterior):
         def member_loss(self, params, buffers, batch):
             value, z, buffers = super().member_loss(params, buffers, batch)
             return value.expand(3), z, buffers

@@ -108,8 +108,10 @@ class Steps(Recorder):
         return {name: rows[:, None].expand(-1, samples, *rows.shape[1:]) for name, rows in self.weights.rows().items()}
 
 
-class Recorded(ds.MAP):
+class Recorded(ds.NetworksPosterior):
     """A method whose only word about recording is an attribute."""
+
+    name = "recorded"
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)

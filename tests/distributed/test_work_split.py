@@ -317,7 +317,7 @@ class OtherFunctions(MemberFunctions):
         return pytree.tree_map(lambda found: found.roll(1, 0), super().map_members(function, *args))
 
 
-class Other(ds.DeepEnsemble):
+class Other(ds.StackedPosterior):
     name = "other"
 
     def draw(self):

@@ -345,7 +345,7 @@ def test_an_empty_batch_is_named() -> None:
 
 
 def test_mixed_gradients_reach_grad_alike_through_loss_and_backward() -> None:
-    class Averaging(ds.DeepEnsemble):
+    class Averaging(ds.StackedPosterior):
         def mix(self, gradients):
             return {name: gradient.mean(0, keepdim=True).expand_as(gradient) for name, gradient in gradients.items()}
 

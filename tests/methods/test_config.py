@@ -54,7 +54,7 @@ def test_a_config_is_what_earlier_versions_wrote_and_builds_the_same_method(name
     again.load_state_dict(posterior.state_dict())
 
 
-class Passing(ds.MAP):
+class Passing(ds.NetworksPosterior):
     """Takes keywords of its own, passes the others on, and has an annotation that only type checkers can read."""
 
     name = "passing"

@@ -58,7 +58,10 @@ def refused(path, posterior, reason, optimizer=None, scheduler=None):
 OTHERS = {
     "method": (lambda: ds.WeightRDE(nets(), data_size=24), "method deep_ensemble, not weight_rde"),
     "lit": (lambda: ds.LIT(nets(), strength=1.0), "method deep_ensemble, not lit"),
-    "subclass": (lambda: tiny.Repelling(nets()), "class DeepEnsemble, not Repelling"),
+    "class": (
+        lambda: type("Same", (tiny.Repelling,), {"name": "deep_ensemble"})(nets()),
+        "class DeepEnsemble, not Same",
+    ),
     "members": (lambda: ds.DeepEnsemble(nets(2)), "members 3, not 2"),
     "prior": (lambda: ensemble(weight_prior_std=1.0, data_size=24), "weight_prior_std None, not 1.0"),
     "dtype": (lambda: ensemble().float(), r"float64.*, not float32"),

@@ -158,8 +158,10 @@ def test_a_compiled_step_may_observe():
     assert int(posterior.steps) == 2
 
 
-class Scaled(ds.MAP):
+class Scaled(ds.NetworksPosterior):
     """A method that learns one tensor more and lets its last layer train slower, without decay and prior."""
+
+    name = "scaled"
 
     def __init__(self, module, **keywords):
         super().__init__(module, **keywords)
@@ -197,9 +199,10 @@ def test_a_trained_parameter_in_no_group_is_an_error():
         posterior.parameter_groups(lr=0.1)
 
 
-class Stepper(ds.MAP):
+class Stepper(ds.NetworksPosterior):
     """A method that only SGD may train."""
 
+    name = "stepper"
     optimizers = (SGD,)
 
     def default_optimizer(self):

@@ -26,10 +26,7 @@ MemberSource = Sequence[nn.Module] | Callable[..., nn.Module]
 
 
 class NetworksPosterior(Posterior):
-    """Base class of methods that hold the caller's module itself, or copy a list of modules into a stack.
-
-    Another posterior's particles and likelihood are shared, not copied. `latents`: extra tensors, copied for each network.
-    """
+    """Base class of methods of one network, or of each of a list; arguments as in `MAP`, which trains them as usual."""
 
     networks_taken = "any"
 
@@ -49,6 +46,9 @@ class NetworksPosterior(Posterior):
             each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
             particles = stack_members(networks, likelihood, each)
         super().__init__(particles, **prior)
+
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
         held, members = self.particles.shared is self.particles.template, self.particles.members
@@ -132,12 +132,7 @@ class MemberKeywords(MethodKeywords, total=False):
 
 
 class StackedPosterior(Posterior):
-    """Base class of methods with M stored members, which may interact in training; with one member it trains like MAP.
-
-    Args:
-        networks, members, base: as in `DeepEnsemble`.
-        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
-    """
+    """Base class of methods with M stored members; arguments as in `DeepEnsemble`, which trains each as it would alone."""
 
     networks_taken = "several"
 

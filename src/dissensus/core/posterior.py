@@ -61,6 +61,7 @@ class Posterior(TrainableModule, ABC):
     """
 
     name: ClassVar[str]  # its name on the command line and in saved files
+    _attribute_hints: ClassVar = {"name": 'write name = "…" in the class'}
     # Its first argument: one network; a list of them (or a function, with members=); or either, a list being optional.
     networks_taken: ClassVar[Literal["one", "several", "any"]] = "one"
     draw_only_settings: ClassVar[tuple[str, ...]] = ()  # keys of `config` that only drawing reads, not training

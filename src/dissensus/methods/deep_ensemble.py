@@ -1,8 +1,11 @@
 """Deep ensembles: M networks from M starting points (Lakshminarayanan, Pritzel & Blundell, NeurIPS 2017)."""
 
+from typing import final
+
 from dissensus.core.networks import StackedPosterior
 
 
+@final
 class DeepEnsemble(StackedPosterior):
     """M independently trained networks. The loss is the sum over members, so each trains exactly as it would alone.
 

@@ -430,7 +430,7 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(weights, tm
 
 
 def test_a_method_that_needs_a_setting_says_how_to_give_it(weights, tmp_path, monkeypatch):
-    class Sized(ds.MAP):
+    class Sized(ds.NetworksPosterior):
         name = "sized"
 
         def __init__(self, module, *, data_size, likelihood=None):

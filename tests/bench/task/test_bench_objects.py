@@ -208,7 +208,7 @@ class Modulation:
         return cls(p, p)
 
 
-class Modulated(ds.MAP):
+class Modulated(ds.NetworksPosterior):
     """A method with an object that the table does not have yet."""
 
     name = "modulated"
