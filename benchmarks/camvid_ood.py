@@ -38,8 +38,8 @@ COLUMNS = {  # metric -> (column, factor, digits)
     f"{OOD}aupr": ("AUPR %", 100, 1),
     f"{OOD}fpr95": ("FPR95 %", 100, 1),
     f"{OOD}ece_union": ("ECE %, union", 100, 1),
-    f"{OOD}entropy/auroc": ("AUROC %, entropy", 100, 1),
-    f"{OOD}mutual_information/auroc": ("AUROC %, mutual information", 100, 1),
+    f"{OOD}total/auroc": ("AUROC %, total", 100, 1),
+    f"{OOD}epistemic/auroc": ("AUROC %, epistemic", 100, 1),
     "cost/train_seconds": ("training, s", 1, 0),
 }
 SHOWN = ("miou", "nll", f"{OOD}auroc", f"{OOD}fpr95")  # the others are in the file

@@ -20,7 +20,7 @@ import dissensus as ds
 from dissensus.bench.run.build import load_weights
 
 FALSE_ALARM, HELD, NEIGHBOURS = 0.05, 5000, 50
-SCORES = ("max_probability", "entropy", "mutual_information")
+SCORES = ("max_probability", "total", "epistemic")
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ LINE = {
     "region/at_data/sd": "sd at the data",
     "rmse": "RMSE",
 }
-PLANE = {"region/off_data/entropy": "entropy off the data", "region/at_data/entropy": "at the data", "nll": "NLL"}
+PLANE = {"region/off_data/total": "entropy off the data", "region/at_data/total": "at the data", "nll": "NLL"}
 PARTICLES = {
     "toy-regression": LINE,
     "toy-regression-adam": LINE,
@@ -125,9 +125,9 @@ NODES = {  # file -> columns, what methods are compared with, and the command
 PICTURES = {
     "toy-regression": "Predictions along the line, method by method",
     "toy-regression-adam": "Predictions along the line, method by method",
-    "toy-classification": "Entropy over the plane, method by method",
+    "toy-classification": "Total uncertainty over the plane, method by method",
     "toy-regression-small": "Predictions along the line, method by method",
-    "toy-classification-small": "Entropy over the plane, method by method",
+    "toy-classification-small": "Total uncertainty over the plane, method by method",
     "lengthscales": "Test accuracy over alpha",
 }
 COMMANDS = {  # of tables that are not of a task as it stands
@@ -138,7 +138,7 @@ COMMANDS = {  # of tables that are not of a task as it stands
 }
 SIDE_BY_SIDE = {
     "toy-regression": {"region/between/sd": "sd between"},
-    "toy-classification": {"region/off_data/entropy": "entropy off the data"},
+    "toy-classification": {"region/off_data/total": "entropy off the data"},
     "forde-variants": {
         "nll": "NLL",
         "corrupt/ece": "ECE, damaged",

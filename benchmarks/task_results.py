@@ -76,7 +76,7 @@ SHOWN: dict[str, dict[str, Column]] = {
         "attack/pgd/nll": Column("NLL, PGD"),
         "attack/pgd/ece": Column("ECE %, PGD", 100, 1),
         **{f"attack/pgd/{e}/accuracy": Column(f"PGD, ε = {e}", 100, 1) for e in ("0.02", "0.05", "0.1")},
-        "attack/pgd/0.05/entropy": Column("entropy, PGD, ε = 0.05"),
+        "attack/pgd/0.05/total": Column("entropy, PGD, ε = 0.05"),
         "fool/confidence": Column("confidence on fooling inputs %", 100, 1),
     },
     "label-noise": {
@@ -98,7 +98,7 @@ HIDDEN = {  # columns that are in the files alone
     "data-size": ("ece",),
     "cold-posterior": ("accuracy",),
     "adversarial": (
-        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/entropy", "fool/confidence"),
+        *("attack/fgsm/accuracy", "attack/pgd/nll", "attack/pgd/0.05/total", "fool/confidence"),
         *(f"attack/pgd/{e}/accuracy" for e in ("0.02", "0.05", "0.1")),
     ),
 }

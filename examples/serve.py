@@ -26,7 +26,7 @@ def train() -> None:
     ds.fit(posterior, (scale(rows[:200]), y[:200]), epochs=20, progress=False)
     held_out = scale(rows[200:]), y[200:]
     ds.conformal(posterior, held_out, level=0.95)
-    ds.ood_gate(posterior, held_out, score="mutual_information")
+    ds.ood_gate(posterior, held_out, score="epistemic")
     ds.save(posterior, FOLDER, inputs=scale, classes=["upper", "lower"])
 
 

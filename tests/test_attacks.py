@@ -406,8 +406,8 @@ def test_every_number_is_that_of_the_attack_by_hand(members):
             said = posterior.predict(attack(epsilon).inputs if epsilon else x)
             expected = {
                 "accuracy": metrics.accuracy(said.mean, y), "nll": metrics.nll(said.log_mean, y),
-                "ece": metrics.ece(said.mean, y), "entropy": said.total.mean(),
-                "mutual_information": said.epistemic.mean(),
+                "ece": metrics.ece(said.mean, y), "total": said.total.mean(),
+                "epistemic": said.epistemic.mean(),
             }  # fmt: skip
             each.append(expected)
             for key, value in expected.items():
@@ -489,13 +489,13 @@ def test_the_task_runs_and_its_page_shows_attacks_and_fooling_inputs(tmp_path):
     results, _ = bench(task, methods=["map", "batch_ensemble"], out=tmp_path)
     for several in results.methods.values():
         found = several[0].metrics
-        assert {f"attack/{n}/0.1/{k}" for n in ("fgsm", "pgd", "transfer") for k in ("accuracy", "entropy")} <= {*found}
+        assert {f"attack/{n}/0.1/{k}" for n in ("fgsm", "pgd", "transfer") for k in ("accuracy", "total")} <= {*found}
         assert found["attack/pgd/nll"] >= found["attack/fgsm/nll"] - 0.05
         assert 0 < found["fool/confidence"] < 1
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     assert "What happens on attacked inputs?" in page
     assert page.count("Noise turned into a class") == 2
-    assert "### Mutual information, nats" in text.split("## By attack and radius")[1]
+    assert "### Epistemic uncertainty, nats" in text.split("## By attack and radius")[1]
     row = re.search(r"\| pgd, ε = 0.1 \|(.*)\|", text)
     assert row is not None
     assert len(row[1].split("|")) == 2

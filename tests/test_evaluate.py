@@ -105,8 +105,8 @@ def test_ood_scores_are_ranked_in_float64_and_by_the_score_asked_for():
     predictive, foreign = posterior.predict(x), posterior.predict(other * 3)
     scored = {
         "max_probability": lambda p: metrics.max_probability_score(p.log_mean),
-        "entropy": lambda p: metrics.entropy_score(p.log_mean),
-        "mutual_information": lambda p: metrics.mutual_information_score(p.log_probs),
+        "total": lambda p: metrics.total_uncertainty(p.log_mean),
+        "epistemic": lambda p: metrics.epistemic_uncertainty(p.log_probs),
     }
     for name, score in scored.items():
         result = evaluate(posterior, Batches(x, y, batch_size=60), ood=loaders, score=name)
@@ -339,7 +339,7 @@ def test_segmentation_metrics_are_those_of_all_pixels_at_once():
     assert result.metrics["corrupt/accuracy"] == pytest.approx(direct, abs=1e-6)
 
 
-@pytest.mark.parametrize("score", ["max_probability", "entropy", "mutual_information", "energy"])
+@pytest.mark.parametrize("score", ["max_probability", "total", "epistemic", "energy"])
 def test_segmentation_ranks_ood_pixels_image_by_image(score):
     posterior, x, y = segmentation()
     mask = torch.randint(2, (5, 12, 12))
@@ -349,8 +349,8 @@ def test_segmentation_ranks_ood_pixels_image_by_image(score):
     predictive = posterior.predict(x)
     value = {
         "max_probability": metrics.max_probability_score(predictive.log_mean),
-        "entropy": metrics.entropy_score(predictive.log_mean),
-        "mutual_information": metrics.mutual_information_score(predictive.log_probs),
+        "total": metrics.total_uncertainty(predictive.log_mean),
+        "epistemic": metrics.epistemic_uncertainty(predictive.log_probs),
         "energy": -torch.logsumexp(posterior(x).double(), 2).mean(0),
     }[score]
     expected = metrics.per_image_ood(value, mask == 1, void=mask == 7)
@@ -365,7 +365,7 @@ def test_segmentation_ranks_ood_pixels_image_by_image(score):
         torch.testing.assert_close(result.arrays[f"ood/odd/{name}"], torch.stack(alone), rtol=0, atol=1e-6)
         assert result.metrics[f"ood/odd/{name}"] == pytest.approx(float(torch.stack(alone).mean()), abs=1e-6)
         assert result.metrics[f"ood/odd/{score}/{name}"] == result.metrics[f"ood/odd/{name}"]
-    others = {"max_probability", "entropy", "mutual_information"} - {score}
+    others = {"max_probability", "total", "epistemic"} - {score}
     assert all(len(result.arrays[f"ood/odd/{other}/fpr95_in"]) == 4 for other in others)
 
 
@@ -428,7 +428,7 @@ def test_one_member_has_no_member_metrics():
     x, y = rows()
     found = evaluate(ds.MAP(ds.nets.MLP(4, 3)), [(x, y)])
     assert not any(name.startswith("members/") for name in found.metrics)
-    assert "test/score/mutual_information" not in found.arrays
+    assert "test/score/epistemic" not in found.arrays
 
 
 def test_the_table_is_grouped_and_aligned_and_leaves_out_single_corruptions():
@@ -467,8 +467,9 @@ def test_numbers_are_written_short(value, text):
     ({"ood": {"b": [(torch.zeros(3, 5), torch.zeros(3))]}}, r"shape \(4,\) in 'b', as in the test set, got \(5,\)"),
     ({"ood": {"a/b": []}}, "without '/'"),
     ({"ood": {"b": []}}, "expected batches in 'b'"),
-    ({"score": "entropi"}, "expected score of max_probability, entropy"),
-    ({"score": "variance"}, "expected score of max_probability, entropy"),
+    ({"score": "entropi"}, "expected score of max_probability, total"),
+    ({"score": "variance"}, "expected score of max_probability, total, .*, got 'variance'; .*pass 'total'"),
+    ({"score": "mutual_information"}, "pass 'epistemic'"),
     ({"corrupt": ["fog"]}, "expected images"),
     ({"corrupt": "everything"}, '"all", "benchmark"'),
     ({"shift": {"b": [(torch.zeros(3, 4), torch.tensor([0, 1, 3]))]}}, "labels in 0…2"),
@@ -490,7 +491,7 @@ def test_other_bad_input_is_one_clear_error():
         with pytest.raises(ValueError, match=r'expected precision of float32, bf16, got .*half precision is "bf16"'):
             evaluate(ensemble(), [(x, y)], precision=precision)
     refuses(lambda: evaluate(ensemble(), []), "at least one batch")
-    refuses(lambda: evaluate(ds.MAP(ds.nets.MLP(4, 3)), [(x, y)], score="mutual_information"), "several members")
+    refuses(lambda: evaluate(ds.MAP(ds.nets.MLP(4, 3)), [(x, y)], score="epistemic"), "several members")
     refuses(lambda: evaluate(ensemble(), [(x * math.nan, y)]), "NaN")
     posterior, pictures, labels = segmentation()
     with pytest.raises(ValueError, match="expected a mask of shape"):

@@ -33,9 +33,9 @@ TASKS = (
 )
 EXPECTED = {
     "toy-regression": ("region/between/sd", "region/outside/sd", "rmse", "distances/gradient"),
-    "toy-classification": ("region/off_data/entropy", "accuracy", "distances/gradient"),
+    "toy-classification": ("region/off_data/total", "accuracy", "distances/gradient"),
     "toy-regression-small": ("region/between/sd", "region/outside/sd", "rmse", "distances/gradient"),
-    "toy-classification-small": ("region/off_data/entropy", "accuracy", "distances/gradient"),
+    "toy-classification-small": ("region/off_data/total", "accuracy", "distances/gradient"),
     "lengthscales": ("validation/corrupt/accuracy", "corrupt/severity5/accuracy", "ood/fashion/auroc"),
     "forde-variants": ("corrupt/accuracy", "ood/fashion/auroc", "distances/weight"),
 }

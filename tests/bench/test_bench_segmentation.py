@@ -82,7 +82,7 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path, methods):
     results, _ = bench(task, methods=methods, out=tmp_path / "runs", source=str(write_camvid(tmp_path)))
     assert list(results.methods) == (methods or task.methods)
     wanted = {"accuracy", "nll", "ece", "aurc", "miou", "cost/train_seconds"}
-    wanted |= {f"ood/unknown/{key}" for key in ("auroc", "aupr", "fpr95", "pooled_auroc", "ece_union", "entropy/auroc")}
+    wanted |= {f"ood/unknown/{key}" for key in ("auroc", "aupr", "fpr95", "pooled_auroc", "ece_union", "total/auroc")}
     wanted |= {"iou/sky", "iou/car"}
     for (evaluation,) in results.methods.values():
         assert wanted <= evaluation.metrics.keys()
@@ -167,7 +167,7 @@ def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, command_lin
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8)).save(image)
     code, printed, _ = command_line("predict", str(runs[0].folder), str(image))
     assert code == 0
-    names = {"classes", *(f"street-{each}" for each in ("prediction", "confidence", "entropy", "mutual_information"))}
+    names = {"classes", *(f"street-{each}" for each in ("prediction", "confidence", "total", "epistemic"))}
     written = {path.stem: path for path in (runs[0].folder / "maps").iterdir()}
     assert written.keys() == names
     assert {str(path) for path in written.values()} == set(printed.split())

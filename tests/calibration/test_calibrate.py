@@ -227,7 +227,7 @@ def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     near = 1e-4 if method == "isotonic" else 2e-6  # steep in places, where it enlarges rounding
     for way, mean in means.items():
         torch.testing.assert_close(mean, wanted, rtol=0, atol=near, msg=lambda text, way=way: f"{way}: {text}")
-    found = ds.evaluate(posterior, loader, ood={"far": [(5 * x, y)]}, shift={"s": loader}, score="mutual_information")
+    found = ds.evaluate(posterior, loader, ood={"far": [(5 * x, y)]}, shift={"s": loader}, score="epistemic")
     nll = -wanted.log().gather(1, y[:, None]).mean()
     assert found.metrics["nll"] == pytest.approx(float(nll), abs=1e-5)
     assert ("calibrated: " in repr(found)) == (method != "temperature")

@@ -438,7 +438,7 @@ def promised(**settings):
     posterior = ds.MAP(Counted())
     ds.conformal(posterior, [classified(400)], level=0.6, **settings)
     ds.selective(posterior, [classified(400)], risk=0.3)
-    ds.ood_gate(posterior, [classified(400)], score="entropy")
+    ds.ood_gate(posterior, [classified(400)], score="total")
     return posterior
 
 

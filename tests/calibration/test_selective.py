@@ -19,7 +19,7 @@ def classified(n, *, sharp=3.0):
     return x, torch.multinomial(x.softmax(1), 1)[:, 0]
 
 
-@pytest.mark.parametrize("score", often(["entropy"], ["max_probability"]))
+@pytest.mark.parametrize("score", often(["total"], ["max_probability"]))
 def test_accepted_inputs_keep_the_risk(score):
     posterior, wrong = ds.MAP(tiny.Scaled()), 0
     x, y = classified(20_000)
@@ -43,11 +43,20 @@ def test_a_gate_counts_what_its_rows_showed():
     assert "at most 20 % are wrong, with confidence 0.95" in gate.describe()
 
 
+@pytest.mark.parametrize(("former", "score"), [("entropy", "total"), ("mutual_information", "epistemic")])
+def test_a_gate_saved_under_a_former_name_of_its_score_decides_alike(former, score, tmp_path):
+    posterior, (x, y) = ds.DeepEnsemble([ds.nets.MLP(4, 3, hidden=(8,)) for _ in range(3)]), classified(100)
+    ds.ood_gate(posterior, [(x := x.float(), y)], score=score).facts["score"] = former
+    ds.save(posterior, tmp_path / "run")
+    now, saved = (each.promises["ood_gate"](x) for each in (posterior, ds.load(tmp_path / "run")))
+    assert torch.equal(now.score, saved.score)
+
+
 def test_disagreement_can_be_the_score():
     members = [ds.nets.MLP(4, 3, hidden=(8,)) for _ in range(3)]
     posterior, x = ds.DeepEnsemble(members), torch.randn(300, 4)
     y = posterior.predict(x).mean.argmax(1)
-    gate = ds.selective(posterior, [(x, y)], score="mutual_information")
+    gate = ds.selective(posterior, [(x, y)], score="epistemic")
     assert gate.threshold == math.inf  # 300 rows without an error: everything
     assert gate(100 * x).accept.all()
 
@@ -65,8 +74,8 @@ def test_where_no_threshold_keeps_the_risk_that_is_said(caplog):
 def test_a_score_that_says_nothing_is_named(caplog):
     """One member does not disagree with itself."""
     with caplog.at_level("WARNING", "dissensus"):
-        ds.ood_gate(ds.MAP(tiny.Scaled()), [classified(50)], score="mutual_information")
-    assert "all 50 rows have the same mutual_information" in caplog.text
+        ds.ood_gate(ds.MAP(tiny.Scaled()), [classified(50)], score="epistemic")
+    assert "all 50 rows have the same epistemic" in caplog.text
 
 
 def test_a_regression_is_wrong_beyond_its_tolerance():
@@ -150,7 +159,8 @@ def test_a_gate_does_not_pass_to_a_state_that_has_none(caplog):
 def test_bad_input_is_refused():
     posterior, (x, y) = ds.MAP(tiny.Scaled()), classified(298)
     refuses(lambda: ds.selective(posterior, [(x, y)]), "at least 299 rows for a risk of 0")
-    refuses(lambda: ds.selective(posterior, [(x, y)], risk=0.1, score="variance"), "a classification has these")
+    refuses(lambda: ds.selective(posterior, [(x, y)], risk=0.1, score="cqr"), "a classification has these")
+    refuses(lambda: ds.ood_gate(posterior, [(x, y)], score="entropy"), "pass 'total'")
     refuses(lambda: ds.selective(posterior, [(x, y, torch.rand(298))], risk=0.1), "rows of equal weight")
     refuses(lambda: ds.selective(posterior, [(x, y)], risk=0.1, tolerance=1.0), "no tolerance")
     for name in ("risk", "confidence"):

@@ -299,7 +299,7 @@ def test_two_arrays_of_one_shape_may_be_a_regressions_data():
     posterior = ds.MAP(torch.nn.Linear(1, 1), likelihood=ds.Regression())
     sets = {"data": (x + 9, x), "alone": x + 9, "batches": [x[:25] + 9, x[25:] + 9]}
     found = ds.evaluate(posterior, (x, x), ood=sets, progress=False).arrays
-    assert {len(found[f"ood/{name}/score/variance"]) for name in sets} == {40}
+    assert {len(found[f"ood/{name}/score/total"]) for name in sets} == {40}
     with pytest.raises(ValueError, match="got 2 arrays of one shape"):
         ds.evaluate(posterior, (x, x), ood={"far": [x + 9, x]}, progress=False)
 
@@ -326,7 +326,7 @@ class Loader:
             yield images[rows] / 255, self.y[rows]
 
 result = ds.evaluate(ensemble, Loader(masks), ood={"odd": Loader(foreign)})
-assert len(result.arrays["ood/odd/mutual_information/auroc"]) == 233
+assert len(result.arrays["ood/odd/epistemic/auroc"]) == 233
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
 """
 

@@ -210,7 +210,7 @@ def test_scores_equal_their_definitions():
     log_p = members()[0]
     torch.testing.assert_close(metrics.max_probability_score(log_p), -log_p.amax(1), rtol=0, atol=1e-14)
     entropy = scipy.stats.entropy(log_p.exp().numpy(), axis=1)
-    torch.testing.assert_close(metrics.entropy_score(log_p), torch.from_numpy(entropy), rtol=0, atol=1e-14)
+    torch.testing.assert_close(metrics.total_uncertainty(log_p), torch.from_numpy(entropy), rtol=0, atol=1e-14)
     logits = 3 * log_p + 1
     energy = -2 * scipy.special.logsumexp(logits.numpy() / 2, axis=1)
     found = metrics.energy_score(logits, temperature=2.0)
@@ -222,12 +222,12 @@ def test_mutual_information_is_the_entropy_of_the_mixture_less_that_of_the_membe
     log_p = members()
     mixture = scipy.stats.entropy(log_p.exp().mean(0).numpy(), axis=1)
     own = scipy.stats.entropy(log_p.exp().numpy(), axis=2).mean(0)
-    found = metrics.mutual_information_score(log_p)
+    found = metrics.epistemic_uncertainty(log_p)
     torch.testing.assert_close(found, torch.from_numpy(mixture - own), rtol=0, atol=1e-14)
     # Of equal members it is zero, of opposed ones log M.
-    assert metrics.mutual_information_score(members(m=1).expand(3, -1, -1)).abs().max() < 1e-15
+    assert metrics.epistemic_uncertainty(members(m=1).expand(3, -1, -1)).abs().max() < 1e-15
     opposed = torch.eye(3).log().unsqueeze(1)  # three members, each sure of its own class
-    assert metrics.mutual_information_score(opposed).item() == pytest.approx(math.log(3), abs=1e-14)
+    assert metrics.epistemic_uncertainty(opposed).item() == pytest.approx(math.log(3), abs=1e-14)
 
 
 def test_float32_log_probabilities_of_a_saturated_softmax_do_not_tie():
@@ -240,25 +240,25 @@ def test_float32_log_probabilities_of_a_saturated_softmax_do_not_tie():
     torch.testing.assert_close(score, exact, rtol=1e-5, atol=0)
     p = torch.exp(-margin.double()) / (1 + torch.exp(-margin.double()))
     exact_entropy = p * (margin.double() + exact) + (1 - p) * exact
-    torch.testing.assert_close(metrics.entropy_score(log_p), exact_entropy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(metrics.total_uncertainty(log_p), exact_entropy, rtol=1e-5, atol=0)
 
 
 def test_certain_predictions_have_score_zero():
     log_p = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     assert metrics.max_probability_score(log_p).item() == 0
-    assert metrics.entropy_score(log_p).item() == 0
-    assert metrics.mutual_information_score(log_p.expand(2, 1, 3)).item() == 0
+    assert metrics.total_uncertainty(log_p).item() == 0
+    assert metrics.epistemic_uncertainty(log_p.expand(2, 1, 3)).item() == 0
 
 
 def test_pixels_keep_their_places():
     log_p = members(m=3, n=2 * 4 * 6).reshape(3, 2, 4, 6, 5)
     pixels = log_p.movedim(-1, 2)  # (M, N, C, H, W)
-    for score in (metrics.max_probability_score, metrics.entropy_score, metrics.energy_score):
+    for score in (metrics.max_probability_score, metrics.total_uncertainty, metrics.energy_score):
         maps = score(pixels[0])
         assert maps.shape == (2, 4, 6)
         torch.testing.assert_close(maps[1, 2, 3], score(log_p[0, 1, 2, 3].unsqueeze(0))[0], rtol=0, atol=1e-14)
-    information = metrics.mutual_information_score(pixels)
-    alone = metrics.mutual_information_score(log_p[:, 1, 2, 3].unsqueeze(1))[0]
+    information = metrics.epistemic_uncertainty(pixels)
+    alone = metrics.epistemic_uncertainty(log_p[:, 1, 2, 3].unsqueeze(1))[0]
     torch.testing.assert_close(information[1, 2, 3], alone, rtol=0, atol=1e-14)
 
 

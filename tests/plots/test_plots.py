@@ -199,7 +199,7 @@ def maps(count: int) -> Figure:
     square = np.random.default_rng(0).uniform(0, 1.6, (9, 9))
     points = np.random.default_rng(1).normal(size=(20, 2))
     shown = {"window": (-7, 7, -7, 7), "largest": 1.6, "seen": (points, np.arange(20) % 5)}
-    return charts.entropy_maps(dict.fromkeys(NAMES[:count], square), **shown)
+    return charts.plane_maps(dict.fromkeys(NAMES[:count], square), **shown)
 
 
 def distances(count: int) -> Figure:

@@ -213,7 +213,7 @@ def predict_command(
     out: Annotated[Path | None, typer.Option(help="Folder to write to; RUN/maps by default.")] = None,
     tile: Annotated[int | None, typer.Option(help="Side in pixels of the tiles of a very large image.")] = None,
 ) -> None:
-    """Segment images and write PNG maps: classes, confidence, entropy and mutual information of every pixel."""
+    """Segment images and write PNG maps: classes, confidence, total and epistemic uncertainty of every pixel."""
     print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out, tile=tile))
 
 

@@ -405,9 +405,9 @@ def _flat(values: Tensor) -> Tensor:
     return values.double().reshape(values.shape[0], -1)
 
 
-def mutual_information(predictive: Any) -> Tensor:
+def epistemic_uncertainty(predictive: Any) -> Tensor:
     if isinstance(predictive, ClassificationPredictive):
-        return metrics.mutual_information_score(predictive.log_probs)
+        return metrics.epistemic_uncertainty(predictive.log_probs)
     return cast(Tensor, predictive.epistemic.double())  # a summary keeps it
 
 
@@ -415,13 +415,21 @@ def mutual_information(predictive: Any) -> Tensor:
 Uncertainties = dict[str, Callable[[Any], Tensor]]
 CLASS_UNCERTAINTY: Uncertainties = {
     "max_probability": lambda predictive: metrics.max_probability_score(predictive.log_mean),
-    "entropy": lambda predictive: metrics.entropy_score(predictive.log_mean),
-    "mutual_information": mutual_information,
+    "total": lambda predictive: metrics.total_uncertainty(predictive.log_mean),
+    "epistemic": epistemic_uncertainty,
 }
 VALUE_UNCERTAINTY: Uncertainties = {
-    "variance": lambda predictive: _flat(predictive.total).sum(1),
+    "total": lambda predictive: _flat(predictive.total).sum(1),
     "epistemic": lambda predictive: _flat(predictive.epistemic).sum(1),
 }
+
+FORMER_SCORES = {"entropy": "total", "mutual_information": "epistemic", "variance": "total"}
+
+
+def check_score(score: str, known: Iterable[str], kind: str) -> str:
+    """The score, one of those that predictions of this kind have."""
+    former = FORMER_SCORES.get(str(score))
+    return one_of("score", score, known, hint=f"pass {former!r}" if former else f"a {kind} has these")
 
 
 def uncertainties(predictive: Predictive) -> Uncertainties:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from dissensus.calibration.conformal import (
+    FORMER_SCORES,
     SAME,
     CalibrationRows,
     add_tolerance,
     calibration_rows,
     check_name,
+    check_score,
     least_rows,
     sort_with_mass,
     uncertainties,
@@ -25,11 +27,11 @@ from dissensus.core.batch import Inputs
 from dissensus.core.calibrated import Guarantee
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.utils.checks import fraction, number, one_of
+from dissensus.utils.checks import fraction, number
 
 log = logging.getLogger("dissensus")
 
-GateScore = Literal["max_probability", "entropy", "mutual_information", "variance", "epistemic"]
+GateScore = Literal["max_probability", "total", "epistemic"]
 
 
 def selective(
@@ -55,8 +57,7 @@ def selective(
             weight 0 do not count; other weights are refused.
         risk: largest error rate among accepted inputs, between 0 and 1.
         confidence: probability that the promise holds, between 0 and 1.
-        score: the score to threshold: "max_probability" (None), "entropy" or "mutual_information"; for a regression
-            "variance" (None) or "epistemic".
+        score: the score to threshold: "max_probability" (None), "total" or "epistemic"; a regression has the last two.
         tolerance: for a regression: an output off by more than this counts as an error.
         ordered: assumes that the error rate rises with the score, so that it crosses `risk` once. False assumes nothing,
             and accepts somewhat fewer inputs.
@@ -142,7 +143,7 @@ def _equally_weighted_rows(
 def _named_score(predictive: Predictive, score: str | None) -> tuple[str, Tensor]:
     """(name, (B,) values on the host) of the chosen score, or of the first that such a predictive has."""
     known = uncertainties(predictive)
-    name = next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {predictive.kind} has these")
+    name = next(iter(known)) if score is None else check_score(score, known, predictive.kind)
     return name, known[name](predictive).cpu()
 
 
@@ -204,7 +205,7 @@ class Gate(Guarantee):
     def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().__init__(facts, tensors)
         self.threshold = float(facts["threshold"])  # JSON has no infinity: written as text
-        self.score = str(facts["score"])
+        self.score = FORMER_SCORES.get(facts["score"], str(facts["score"]))
 
     def forward(self, x: Inputs | Predictive) -> GateDecision:
         """`gate(x)`: `GateDecision` for a batch of inputs, or for the posterior's `Predictive` of one."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus import metrics
+from dissensus.calibration.conformal import check_score
 from dissensus.calibration.selective import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -28,7 +29,7 @@ from dissensus.evaluation.guarantees import Promises, guarantee_details, guarant
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
 from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.embedded_ensembles import collapse_note
-from dissensus.utils.checks import one_of, suggest_keywords
+from dissensus.utils.checks import suggest_keywords
 from dissensus.utils.progress import LoaderProgress
 
 log = logging.getLogger("dissensus")
@@ -66,8 +67,8 @@ def evaluate(
         corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the loader's images in a second
             pass over the loader. None applies none.
         attack: `AttackCurves(epsilons=[...])`: attacks on the loader's inputs, in one more pass. None runs none.
-        score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
-            a regression "variance" (None) or "epistemic". Several labels have the first three, summed over labels.
+        score: the score that ranks OOD inputs: "max_probability" (None), "total", "epistemic" or "energy"; for a
+            regression "total" (None) or "epistemic". Several labels have the first three, summed over labels.
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
         precision: "bf16" runs the networks in mixed precision, but attacks; it warns of promises fitted in float32.
         operations: whether to count the floating-point operations per input, as `count_operations` does.
@@ -252,9 +253,9 @@ def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
     known = row_metrics.OOD_SCORES[kind]
     if score is None:
         return known[0]
-    one_of("score", score, known, hint=f"a {kind} has these")
-    if score == "mutual_information" and members == 1:
-        raise ValueError("expected several members for mutual information, got one; rank by max_probability or entropy")
+    check_score(score, known, kind)
+    if score == "epistemic" and kind != "regression" and members == 1:
+        raise ValueError("expected several members for an epistemic score, got one; rank by max_probability or total")
     return score
 
 

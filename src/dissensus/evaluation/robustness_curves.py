@@ -17,7 +17,7 @@ from torch import Tensor
 from dissensus import attacks, metrics
 from dissensus.attacks import implicit_corruptions
 from dissensus.attacks.gradient_attacks import Ball, Bounds, Draw, Norm
-from dissensus.calibration.conformal import mutual_information
+from dissensus.calibration.conformal import epistemic_uncertainty
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.loader import map_batches
@@ -232,8 +232,8 @@ def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> tup
 
 
 ATTACKS = ("fgsm", "pgd", "transfer")
-VALUES = ("accuracy", "nll", "confidence", "entropy", "mutual_information")  # per example
-CURVES = ("accuracy", "nll", "ece", "entropy", "mutual_information")  # per ε
+VALUES = ("accuracy", "nll", "confidence", "total", "epistemic")  # per example
+CURVES = ("accuracy", "nll", "ece", "total", "epistemic")  # per ε
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class AttackedInputs:
                 found[f"attack/{name}/{key}"] = float(values[1:].mean())
                 for epsilon, value in zip(self.epsilons, values[1:].tolist(), strict=True):
                     found[f"attack/{name}/{epsilon:g}/{key}"] = value
-        fooled = ("confidence", "entropy", "mutual_information") if self.fooling else ()
+        fooled = ("confidence", "total", "epistemic") if self.fooling else ()
         return found | {f"fool/{key}": float(self.fooling[key].mean()) for key in fooled}
 
     def arrays(self) -> dict[str, Tensor]:
@@ -359,7 +359,7 @@ def example_values(functions: FixedDraw, x: batches.Inputs, y: Tensor) -> Tensor
     predictive = cast(CategoricalPredictive, functions.predict(x).to("cpu"))
     log_mean, y = predictive.log_mean, y.cpu()
     scores = metrics.accuracy_values(log_mean.exp(), y), metrics.nll_values(log_mean, y)
-    uncertainty = predictive.confidence.double(), metrics.entropy_score(log_mean), mutual_information(predictive)
+    uncertainty = predictive.confidence.double(), metrics.total_uncertainty(log_mean), epistemic_uncertainty(predictive)
     return torch.stack([*scores, *uncertainty])
 
 
@@ -375,14 +375,14 @@ def fooling_inputs(functions: FixedDraw, spec: AttackCurves, like: Tensor) -> di
     where: dict[str, Any] = {"bounds": spec.bounds, "standardiser": spec.standardiser, "draw": functions.drawn}
     target = torch.arange(classes)
     found = attacks.fool(functions.posterior, start.to(like), target, steps=spec.fool_steps, **where).inputs
-    reached, nll, _, entropy, information = example_values(functions, found, target)
+    reached, nll, _, total, epistemic = example_values(functions, found, target)
     return {
         "inputs": (found if spec.standardiser is None else spec.standardiser.inverse(found)).cpu(),
         "target": target,
         "reached": reached.clone(),
         "confidence": (-nll).exp(),  # in the target
-        "entropy": entropy.clone(),
-        "mutual_information": information.clone(),
+        "total": total.clone(),
+        "epistemic": epistemic.clone(),
     }
 
 

@@ -66,20 +66,20 @@ def _columns(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def class_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """OOD scores: name -> (N,) float64, higher = more foreign; mutual information only with several members."""
+    """OOD scores: name -> (N,) float64, higher = more foreign; the epistemic one only with several members."""
     predictive, energy = predictions.predictive, predictions.energy
     summary = isinstance(predictive, SummaryPredictive) and (energy is None or len(energy) > 1)
-    several = predictions.members > 1 or summary  # a summary keeps the members' mutual information
-    names = [name for name in CLASS_UNCERTAINTY if several or name != "mutual_information"]
+    several = predictions.members > 1 or summary  # a summary keeps what its members disagree in
+    names = [name for name in CLASS_UNCERTAINTY if several or name != "epistemic"]
     found = {name: CLASS_UNCERTAINTY[name](predictive) for name in names}
     return found if energy is None else {**found, "energy": energy.mean(0)}
 
 
 def member_scores(predictions: Predictions, score: str) -> Tensor | None:
-    """(M, N) score of each member alone; None for mutual information, which needs several members."""
+    """(M, N) score of each member alone; None for the epistemic one, which needs several members."""
     if score == "energy":
         return predictions.energy
-    function = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}.get(score)
+    function = {"max_probability": metrics.max_probability_score, "total": metrics.total_uncertainty}.get(score)
     return None if function is None else torch.stack([function(m) for m in predictions.predictive.log_probs])
 
 

@@ -209,7 +209,7 @@ def pixel_ood(
     functions: FixedDraw, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
 ) -> tuple[dict[str, PixelRanking], CalibrationBins]:
     """(score -> ranking, bins of OOD pixels, all wrong) of (x, mask); 1 is OOD, 0 is not, one other number is void."""
-    scores = [each for each in CLASS_UNCERTAINTY if functions.members > 1 or each != "mutual_information"]
+    scores = [each for each in CLASS_UNCERTAINTY if functions.members > 1 or each != "epistemic"]
     scores += [score] if score not in scores else []
 
     def empty() -> tuple[dict[str, PixelRanking], CalibrationBins]:

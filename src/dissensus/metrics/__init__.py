@@ -28,17 +28,18 @@ __all__ = [
     "bootstrap_two_samples", "brier", "brier_decomposition", "brier_values", "classwise_ece", "confusion_matrix",
     "coverage_at_risk", "crps_gaussian", "crps_mixture", "crps_mixture_values", "debiased_ece", "debiased_squared_ece",
     "disagreement", "ece", "effective_members", "effective_members_regression", "effective_sample_size", "energy_score",
-    "ensemble_gain", "ensemble_gain_of", "entropy_score", "excess_aurc", "fpr95", "fpr95_in", "gaussian_nll",
+    "ensemble_gain", "ensemble_gain_of", "epistemic_uncertainty", "excess_aurc", "fpr95", "fpr95_in", "gaussian_nll",
     "gaussian_nll_values", "intersection_over_union", "interval_coverage", "interval_coverage_values",
     "max_probability_score", "mcnemar", "mean_interval_width", "miou", "mixture_log_probabilities", "mixture_nll",
     "mixture_nll_values", "mixture_total_variation", "mixture_total_variation_values", "moment_match",
-    "mutual_information_score", "nll", "nll_values", "paired_bootstrap", "paired_test", "pairwise_kl", "per_image_ood",
+    "nll", "nll_values", "paired_bootstrap", "paired_test", "pairwise_kl", "per_image_ood",
     "pinball_loss", "precision_recall_curve", "reliability_bins", "risk_coverage", "rmse", "roc_curve", "smooth_ece",
-    "split_rhat", "total_variation", "total_variation_values", "union_ece", "unstandardise",
+    "split_rhat", "total_uncertainty", "total_variation", "total_variation_values", "union_ece", "unstandardise",
 ]  # fmt: skip
 # torchmetrics classes, imported on first use
 CLASSES = ["AUPR", "AUROC", "CRPS", "ECE", "FPR95", "NLL", "RMSE", "Accuracy", "Brier", "Gathered"]
 CLASSES += ["GaussianNLL", "IntervalCoverage", "MIoU", "MixtureNLL"]
+RENAMED = {"entropy_score": "use total_uncertainty", "mutual_information_score": "use epistemic_uncertainty"}
 if is_installed("torchmetrics"):
     __all__ += CLASSES  # else `import *` would fail
 
@@ -46,7 +47,8 @@ if is_installed("torchmetrics"):
 def __getattr__(name: str) -> Any:
     """Imports `torchmetrics_classes` and returns one of its torchmetrics classes."""
     if name not in CLASSES:
-        raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}")
+        hint = RENAMED.get(name, "see dir(dissensus.metrics)")
+        raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}; {hint}")
     require_extra("torchmetrics")
     return getattr(importlib.import_module("dissensus.metrics.torchmetrics_classes"), name)
 

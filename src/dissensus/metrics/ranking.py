@@ -35,7 +35,7 @@ def max_probability_score(log_probabilities: Tensor) -> Tensor:
     return _surprise(distributions(log_probabilities, class_axis=1, log=True))[0].reshape(shape[0], *shape[2:])
 
 
-def entropy_score(log_probabilities: Tensor) -> Tensor:
+def total_uncertainty(log_probabilities: Tensor) -> Tensor:
     """Entropy −Σ_c p_c log p_c in nats, (N,) or (N, H, W) in float64, of log-probabilities (N, C) or (N, C, H, W)."""
     shape = log_probabilities.shape
     surprise, others = _surprise(distributions(log_probabilities, class_axis=1, log=True))
@@ -43,7 +43,7 @@ def entropy_score(log_probabilities: Tensor) -> Tensor:
     return entropy.reshape(shape[0], *shape[2:])
 
 
-def mutual_information_score(member_log_probabilities: Tensor) -> Tensor:
+def epistemic_uncertainty(member_log_probabilities: Tensor) -> Tensor:
     """Mutual information (1/M) Σₘ KL(pₘ ‖ mixture) in nats, (N,) or (N, H, W) in float64, of members (M, N, C, …).
 
     It is the part of the mixture's entropy due to disagreement between members; between 0 and log M.

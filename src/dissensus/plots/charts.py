@@ -122,9 +122,9 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
     """Draws histograms of a score on test inputs (filled) and on each set of foreign inputs (lines)."""
     inside = np.asarray(inside)
     everything = np.concatenate([inside, *map(np.asarray, foreign.values())])
-    logarithmic = score in ("max_probability", "entropy", "mutual_information", "variance", "epistemic")
+    logarithmic = score != "energy"
     if logarithmic:
-        floor = 1e-8 if score != "variance" else everything.min()
+        floor = 1e-8 * (everything.max() or 1.0)
         low, high = max(everything.min(), floor), max(everything.max(), floor * 10)
         edges = np.geomspace(low, high * 1.001, 41)
     else:
@@ -269,11 +269,9 @@ def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Palett
 
 SCORE_LABELS = {
     "max_probability": "−log largest probability (nats)",
-    "entropy": "entropy (nats)",
-    "mutual_information": "mutual information (nats)",
+    "total": "total uncertainty",
+    "epistemic": "epistemic uncertainty",
     "energy": "energy (nats)",
-    "variance": "variance",
-    "epistemic": "variance of the means",
 }
 
 
@@ -393,8 +391,8 @@ def band_figure(where: Array, methods: Mapping[str, Band], *, seen: tuple[Array,
     return figure
 
 
-def entropy_maps(squares: Mapping[str, Array], *, window: Window, largest: float, seen: tuple[Array, Array]) -> Figure:
-    """Draws every method's entropy over the plane, 0 to `largest`; squares (side, side), seen: points (N, 2), classes (N,)."""
+def plane_maps(squares: Mapping[str, Array], *, window: Window, largest: float, seen: tuple[Array, Array]) -> Figure:
+    """Draws every method's total uncertainty over the plane, 0 to `largest`; seen: points (N, 2), classes (N,)."""
     points, classes = (np.asarray(each) for each in seen)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure, panels = _grid(len(squares), aspect=0.85, xlabel="first input", ylabel="second input")
@@ -404,7 +402,7 @@ def entropy_maps(squares: Mapping[str, Array], *, window: Window, largest: float
             )
             axes.scatter(*points.T, s=3, c=classes, cmap="Set1", linewidths=0)
             axes.set(title=short_name(name), xlim=window[:2], ylim=window[2:])
-        figure.colorbar(image, ax=panels, shrink=0.6, label="entropy (nats)")
+        figure.colorbar(image, ax=panels, shrink=0.6, label="total uncertainty (nats)")
     return figure
 
 

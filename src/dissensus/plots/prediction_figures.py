@@ -38,7 +38,7 @@ def predictive_figure(predictive: Any, x: Any, seen: Any, classes: Sequence[str]
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
         total = _array(predictive.total).reshape(len(mean), -1).sum(1)
         nats = classed or predictive.kind == "multilabel"
-        label = "entropy (nats)" if nats else "standard deviation"
+        label = "total uncertainty (nats)" if nats else "standard deviation"
         return plane_figure(inputs, total if nats else total**0.5, label=label, seen=dots)
     if pictures and inputs is not None:
         parts = mean.argmax(1), mean.max(1), _array(predictive.total), _array(predictive.epistemic)
@@ -149,7 +149,7 @@ def plane_figure(points: Array, values: Array, *, label: str, seen: Seen | None 
 def segmentation_figure(
     images: Array | None, probabilities: Array, epistemic: Array, *, classes: Sequence[str], truth: Array | None = None
 ) -> Figure:
-    """Draws one row per image (B, C, H, W): image, truth (B, H, W) if given, classes, confidence, mutual information."""
+    """Draws one row per image (B, C, H, W): image, truth (B, H, W) if given, classes, confidence, epistemic uncertainty."""
     count = probabilities.shape[1]
     largest = float(np.quantile(epistemic, 0.998)) or 1.0
     rows = []
@@ -166,8 +166,8 @@ def segmentation_figure(
 
 def gallery_figure(arrays: Mapping[str, Array], classes: Sequence[str]) -> Figure:
     """Draws the least certain images of an evaluation and its most certain mistakes, each with its truth."""
-    numbers = {"test/score/mutual_information": 0 * arrays["test/confidence"], **arrays}  # a single network has none
-    keys = ("prediction", "confidence", "score/entropy", "score/mutual_information", "target")
+    numbers = {"test/score/epistemic": 0 * arrays["test/confidence"], **arrays}  # a single network has none
+    keys = ("prediction", "confidence", "score/total", "score/epistemic", "target")
     rows, names = list[Any](), list[str]()
     for group, name in (("least", "least certain"), ("mistakes", "most certain mistakes")):
         images, index = (_array(arrays[f"examples/{group}/{key}"]) for key in ("inputs", "index"))
@@ -179,7 +179,7 @@ def gallery_figure(arrays: Mapping[str, Array], classes: Sequence[str]) -> Figur
 def captioned_rows(
     images: Array, classes: Sequence[str], answer: Array, confidence: Array, total: Array, epistemic: Array, truth: Any
 ) -> list[list[tuple[str, Any]]]:
-    """(caption, image) in rows of four: predicted and true class, confidence, entropy and mutual information in nats."""
+    """(caption, image) in rows of four: predicted and true class, confidence, total and epistemic uncertainty in nats."""
     names, shown = dict(enumerate(classes)), []
     for i, image in enumerate(images):
         lines = [f"{short_name(str(names.get(int(answer[i]), answer[i])), 24)}: {100 * confidence[i]:.0f} %"]

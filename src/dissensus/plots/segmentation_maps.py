@@ -56,7 +56,7 @@ def map_images(maps: PixelMaps, count: int, largest: float) -> list[tuple[str, A
     return [
         ("prediction", class_image(maps.prediction, count)),
         ("confidence, 0 % (dark) to 100 %", heat_image(maps.confidence, largest=1.0, colours=CONFIDENCE)),
-        (f"mutual information, to {largest:.2g} nats", heat_image(maps.epistemic, largest=largest, colours=EPISTEMIC)),
+        (f"epistemic, to {largest:.2g} nats", heat_image(maps.epistemic, largest=largest, colours=EPISTEMIC)),
     ]
 
 

@@ -251,7 +251,7 @@ def test_nothing_in_a_title_or_a_name_is_live_in_markdown(tmp_path):
 
 
 def test_one_example_has_no_interval_and_is_cautioned_about(tmp_path):
-    given = {name: Evaluation("classification", {"nll": v, "accuracy": 1.0}, {"test/nll": torch.tensor([v])}, "entropy")
+    given = {name: Evaluation("classification", {"nll": v, "accuracy": 1.0}, {"test/nll": torch.tensor([v])}, "total")
              for name, v in (("a", 0.5521), ("b", 0.7))}  # fmt: skip
     report(given, tmp_path / "report.md")
     text = (tmp_path / "report.md").read_text()
@@ -265,7 +265,7 @@ def test_the_best_coverage_is_the_one_nearest_its_target(tmp_path):
     def covered(share: float) -> Evaluation:
         inside = (torch.arange(50) < 50 * share).double()
         metrics = {"nll": 1.0, "rmse": 1.0, "coverage90": share}
-        return Evaluation("regression", metrics, {"test/covered90": inside}, "variance")
+        return Evaluation("regression", metrics, {"test/covered90": inside}, "total")
 
     results = results_of_evaluations({"all": covered(1.0), "near": covered(0.86)}, "t")
     found, draws = tables.measures_and_draws(results)
@@ -326,8 +326,8 @@ def every_figure() -> dict[str, Figure]:
         "reliability": charts.reliability_figure(
             [0] * 4 + [1] * 10 + [1996], edges[1:], edges[:-1], edges, title=f"{second}: ECE 12.34 %", colour="#4c8bc9"
         ),
-        "entropy": charts.ood_histogram(
-            [1e-12, 1e-5, 0.1], {second: [0.5, 1.0]}, score="entropy", title=second, colour="#4c8bc9"
+        "total": charts.ood_histogram(
+            [1e-12, 1e-5, 0.1], {second: [0.5, 1.0]}, score="total", title=second, colour="#4c8bc9"
         ),
         "energy": charts.ood_histogram([-3e3, -1.0], {first: [2e3]}, score="energy", title=first, colour="#4c8bc9"),
         "roc": charts.roc_figure(

@@ -43,7 +43,7 @@ from refusals import refuses
 
 # ----------------------------------------------------------------------------------------------------------- sentences
 def evaluation(**metrics: float) -> Evaluation:
-    return Evaluation("regression", {key.replace("__", "/"): value for key, value in metrics.items()}, {}, "variance")
+    return Evaluation("regression", {key.replace("__", "/"): value for key, value in metrics.items()}, {}, "total")
 
 
 def results(methods: dict[str, list[Evaluation]], **more) -> Results:
@@ -77,15 +77,14 @@ def test_only_seeds_that_both_methods_have_are_compared():
     assert "on 1 of 1 seed." in question_sentences(results(methods, focus="forde"))[0]
 
 
-def test_twice_the_entropy_of_the_baseline_is_counted():
+def test_twice_the_uncertainty_of_the_baseline_is_counted():
     def entropies(*values: float) -> list[Evaluation]:
-        return [evaluation(region__off_data__entropy=value) for value in values]
+        return [evaluation(region__off_data__total=value) for value in values]
 
     methods = {"deep_ensemble": entropies(0.5, 0.5), "forde": entropies(1.0, 0.8)}
     said = question_sentences(results(methods, focus="forde", baseline="deep_ensemble"))
-    assert (
-        said[-1] == "Off the data, forde's entropy is 1.80 times that of deep_ensemble; at least twice on 1 of 2 seeds."
-    )
+    wanted = "forde's total uncertainty is 1.80 times that of deep_ensemble; at least twice on 1 of 2 seeds."
+    assert said[-1] == f"Off the data, {wanted}"
 
 
 def test_nothing_is_claimed_without_a_focus_or_regions():
@@ -104,13 +103,13 @@ def swept(validation: dict[str, list[float]], test: dict[str, float]) -> Results
                     **{f"corrupt/severity{s}/accuracy": s / 10 for s in range(1, 6)},
                 },
                 {},
-                "entropy",
+                "total",
             )
             for value in values
         ]
         for name, values in validation.items()
     }
-    methods["deep_ensemble"] = [Evaluation("classification", {"accuracy": 0.5}, {}, "entropy")]
+    methods["deep_ensemble"] = [Evaluation("classification", {"accuracy": 0.5}, {}, "total")]
     values = {"forde": 0.0, "forde-a": 0.4, "forde-b": 1.0}
     return results(methods, baseline="deep_ensemble", sweep=SettingSweep("alpha", values))
 
@@ -140,7 +139,7 @@ def test_equal_values_choose_the_smallest_and_one_value_is_no_sweep():
 
 def test_severities_are_grouped_as_far_as_they_were_measured():
     metrics = {"accuracy": 0.9, "corrupt/severity1/accuracy": 0.8, "corrupt/severity3/accuracy": 0.6}
-    assert accuracies(Evaluation("classification", metrics, {}, "entropy")) == {
+    assert accuracies(Evaluation("classification", metrics, {}, "total")) == {
         "clean": 0.9,
         "severities 1–3": pytest.approx(0.7),
     }
@@ -149,7 +148,7 @@ def test_severities_are_grouped_as_far_as_they_were_measured():
 def test_clean_accuracy_beside_severities_is_of_the_rows_that_were_damaged():
     metrics = {"accuracy": 0.9, "corrupt/severity1/accuracy": 0.8}
     arrays = {"corrupt/clean/accuracy": torch.tensor(0.85, dtype=torch.float64)}
-    found = accuracies(Evaluation("classification", metrics, arrays, "entropy"))
+    found = accuracies(Evaluation("classification", metrics, arrays, "total"))
     assert found == {"clean": 0.85, "severities 1–3": 0.8}
 
 
@@ -392,7 +391,7 @@ def better_by(lower: float, *, noise: float = 0.1, accuracy: float = 0.9, cost: 
     correct = (torch.arange(400) < 400 * accuracy).double()
     costs = {"cost/train_seconds": 10 * cost, "cost/predict_ms": 0.2 * cost, "cost/memory_mb": 3 * cost}
     arrays = {"test/nll": nll, "test/correct": correct, "test/target": TARGET}
-    return Evaluation("classification", {"nll": float(nll.mean()), "accuracy": accuracy, **costs}, arrays, "entropy")
+    return Evaluation("classification", {"nll": float(nll.mean()), "accuracy": accuracy, **costs}, arrays, "total")
 
 
 def results_of(seeds: int = 3, **others: Evaluation) -> Results:
@@ -432,7 +431,7 @@ def test_if_all_are_near_chance_none_is_taken_and_without_a_test_nothing_is_advi
     found = recommend(guesses, measures_and_draws(guesses)[1])
     assert (found.method, found.title) == (None, "Take none: no method is better than a constant answer")
     numbers = {n: {"nll": v, "accuracy": 0.9} for n, v in (("a", 1.0), ("b", 0.5))}
-    plain = {n: Evaluation("classification", each, {}, "entropy") for n, each in numbers.items()}
+    plain = {n: Evaluation("classification", each, {}, "total") for n, each in numbers.items()}
     found = recommend(untested := results_of_evaluations(plain, "t"), measures_and_draws(untested)[1])
     assert (found.method, found.table) == (None, None)
     assert found.title.startswith("No advice")

@@ -267,7 +267,7 @@ def test_without_pandas_a_table_says_what_to_install(tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------- grids and regions
-NOTHING = Evaluation("regression", {}, {}, "variance")
+NOTHING = Evaluation("regression", {}, {}, "total")
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
@@ -331,8 +331,8 @@ def test_numbers_of_a_region_are_means_over_it():
     mean = logits.exp().mean(0)
     entropy = -(mean * mean.log()).sum(1)
     expected = float(entropy[squares.regions["off_data"]].mean())
-    assert evaluation.metrics["region/off_data/entropy"] == pytest.approx(expected, abs=1e-12)
-    assert region_words("region/off_data/entropy") == ("off the data", "entropy")
+    assert evaluation.metrics["region/off_data/total"] == pytest.approx(expected, abs=1e-12)
+    assert region_words("region/off_data/total") == ("off the data", "total uncertainty")
 
 
 @pytest.mark.parametrize("shape", [(4, 30, 1), (4, 31)], ids=["fewer points", "no outputs"])

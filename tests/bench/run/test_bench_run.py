@@ -150,7 +150,7 @@ def test_a_run_measures_what_evaluate_measures(benched):
     run = Run.open(benched[0] / "deep_ensemble-seed0")
     stored = read_evaluation(run.folder)
     loaders = run.loader(run.data.test), {"far_ring": run.loader(run.data.ood["far_ring"])}
-    direct = evaluate(ds.load(run.folder / "posterior"), loaders[0], ood=loaders[1], score="entropy")
+    direct = evaluate(ds.load(run.folder / "posterior"), loaders[0], ood=loaders[1], score="total")
     timed = {"cost/train_seconds", "cost/predict_ms"}
     more = stored.metrics.keys() - direct.metrics.keys()
     assert {name for name in more if not name.startswith("region/")} == {"cost/train_seconds"}
@@ -158,7 +158,7 @@ def test_a_run_measures_what_evaluate_measures(benched):
         assert stored.metrics[name] == direct.metrics[name], name
     assert {name for name in stored.arrays if not name.startswith(("grid/", "training/"))} == direct.arrays.keys()
     assert all(torch.equal(stored.arrays[n], direct.arrays[n]) for n in direct.arrays if "reliability" not in n)
-    assert (stored.kind, stored.ood, stored.score) == ("classification", ("far_ring",), "entropy")
+    assert (stored.kind, stored.ood, stored.score) == ("classification", ("far_ring",), "total")
 
 
 def test_seeds_differ_and_repeat(benched, tmp_path):

@@ -27,8 +27,8 @@ OVER_EPOCHS = {  # prefix of arrays -> title of its section, and array -> title 
     }),
 }  # fmt: skip
 UNDER_ATTACK = {
-    "accuracy": "Accuracy", "nll": "NLL (nats)", "ece": "ECE", "entropy": "Entropy (nats)",
-    "mutual_information": "Mutual information (nats)",
+    "accuracy": "Accuracy", "nll": "NLL (nats)", "ece": "ECE", "total": "Total uncertainty (nats)",
+    "epistemic": "Epistemic uncertainty (nats)",
 }  # fmt: skip
 Interval = tuple[float, float, float]  # estimate, lower, upper
 # title -> measure -> method -> value of the setting
@@ -144,12 +144,12 @@ def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made |
         return None
     some = next(iter(known.values()))
     positions, seen, targets = (some[f"grid/{key}"].numpy() for key in ("positions", "seen", "targets"))
-    if "grid/entropy" in some:
+    if "grid/total" in some:
         classes = next(iter(first.values())).notes.get("classes", "").split("\n")
-        squares = {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()}
+        squares = {name: as_square(arrays["grid/total"]).numpy() for name, arrays in known.items()}
         window, largest = plane_limits(some["grid/positions"]), math.log(max(len(classes), 2))
-        figure = charts.entropy_maps(squares, window=window, largest=largest, seen=(seen, targets))
-        return "Where is it certain?", [("Entropy over the plane, method by method", figure)]
+        figure = charts.plane_maps(squares, window=window, largest=largest, seen=(seen, targets))
+        return "Where is it certain?", [("Total uncertainty over the plane, method by method", figure)]
     keys = ("grid/mean", "grid/sd", "grid/members")
     bands = {name: charts.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
     figure = charts.band_figure(positions[:, 0], bands, seen=(seen[:, 0], targets[:, 0]), palette=palette)

@@ -25,8 +25,8 @@ MEASURES = (  # of each corruption (the first two) and of each attack
     Measure("accuracy", "Accuracy, %", "", "high", 100, 2),
     Measure("nll", "NLL, nats", "", "low", 1, 3),
     Measure("ece", "ECE, %", "", "low", 100, 2),
-    Measure("entropy", "Entropy, nats", "", None, 1, 3),
-    Measure("mutual_information", "Mutual information, nats", "", None, 1, 3),
+    Measure("total", "Total uncertainty, nats", "", None, 1, 3),
+    Measure("epistemic", "Epistemic uncertainty, nats", "", None, 1, 3),
 )
 
 

@@ -19,11 +19,12 @@ def region_keys(evaluation: Evaluation) -> list[str]:
 
 
 def region_words(key: str) -> tuple[str, str]:
-    """(region, quantity) of a key in words: ("off the data", "entropy")."""
+    """(region, quantity) of a key in words: ("off the data", "total uncertainty")."""
     _, region, quantity = key.split("/")
     names = {"off_data": "off the data", "at_data": "at the data"}
     names |= {name: f"{name} the data" for name in ("between", "outside")}
-    return names.get(region, region.replace("_", " ")), {"sd": "standard deviation"}.get(quantity, quantity)
+    quantities = {"sd": "standard deviation", "total": "total uncertainty"}
+    return names.get(region, region.replace("_", " ")), quantities.get(quantity, quantity)
 
 
 def as_square(values: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     found += _guarantee_measures(evaluation) + AGAINST
     for key in region_keys(evaluation):
         region, quantity = region_words(key)
-        unit = "nats" if quantity == "entropy" else ""
+        unit = "nats" if quantity == "total uncertainty" else ""
         found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
     return [m for m in found + COST if m.key in evaluation.metrics]
 

@@ -12,7 +12,7 @@ from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_
 
 Condition = Callable[[float, float], bool]  # of a metric of two methods
 NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
-TWICE = 2.0  # this factor of entropy off the data counts as noticing it
+TWICE = 2.0  # this factor of uncertainty off the data counts as noticing it
 
 
 def question_sentences(results: Results) -> list[str]:
@@ -37,12 +37,12 @@ def _focus_sentences(results: Results) -> list[str]:
         smaller = _methods_by_seeds(results, focus, others, key, gt)
         said.append(f"{where}, {focus} has a mean {quantity} of {mean}: larger than that {smaller}.")
     baseline = results.baseline
-    off = "region/off_data/entropy"
+    off = "region/off_data/total"
     if baseline in others and off in several[0].metrics:
         share = mean_over_seeds(off, several) / mean_over_seeds(off, results.methods[baseline])
         twice = _seed_count_text(results, focus, baseline, off, lambda a, b: a >= TWICE * b)
         more = f"{share:.2f} times that of {baseline}; at least twice on {twice}"
-        said.append(f"Off the data, {focus}'s entropy is {more}.")
+        said.append(f"Off the data, {focus}'s total uncertainty is {more}.")
     if "rmse" in several[0].metrics:
         mean = f"{mean_over_seeds('rmse', several):.4g}"
         near = _methods_by_seeds(results, focus, others, "rmse", lambda a, b: a <= (1 + NEAR) * b)

@@ -208,7 +208,7 @@ def score_table(results: Results) -> Table | None:
     evaluations = [several[0] for several in results.methods.values()]
     rows = []
     for foreign in evaluations[0].ood:
-        for name in (*OOD_SCORES["classification"], *OOD_SCORES["regression"]):
+        for name in OOD_SCORES["classification"]:  # which are those of regressions, too
             found = [
                 [value for each in several if (value := _score_auroc(each, foreign, name)) is not None]
                 for several in results.methods.values()

@@ -202,17 +202,17 @@ def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
 
 
 def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:
-    """Adds region/NAME/sd or region/NAME/entropy, and arrays grid/…; targets: of the training rows.
+    """Adds region/NAME/sd or region/NAME/total, and arrays grid/…; targets: of the training rows.
 
-    Means over the region. sd: standard deviation of members' means, √epistemic; entropy: of the mean probabilities, in nats.
+    Means over the region. sd: standard deviation of members' means, √epistemic; total: in nats.
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
         raise ValueError(f"expected predictions at all grid points, got {predictive}; evaluate with --again")
     seen, known = geometry.training_positions[:POINTS], targets[:POINTS]
     arrays = {"positions": geometry.positions, "seen": seen, "targets": known}
     if isinstance(predictive, ClassificationPredictive):
-        quantity, values = "entropy", predictive.total  # (n,)
-        arrays["entropy"] = values
+        quantity, values = "total", predictive.total  # (n,)
+        arrays["total"] = values
     else:
         quantity, values = "sd", predictive.epistemic[:, 0].sqrt()  # (n,)
         arrays |= {"mean": predictive.mean[:, 0], "sd": values, "members": predictive.member_means[:SHOWN, :, 0]}

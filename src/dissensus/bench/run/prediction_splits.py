@@ -88,7 +88,7 @@ def scene_maps(data: TaskData, functions: FixedDraw, loader: Callable[[TaskRows]
     foreign = data.ood[UNKNOWN].y == 1 if UNKNOWN in data.ood else torch.zeros_like(data.test.y, dtype=torch.bool)
     chosen = rows_to_show(foreign)
     truth = torch.where(foreign, UNKNOWN_LABEL, torch.where(data.test.y == VOID, VOID_LABEL, data.test.y.short()))
-    found: dict[str, list[Tensor]] = {"prediction": [], "confidence": [], "entropy": [], "epistemic": []}
+    found: dict[str, list[Tensor]] = {"prediction": [], "confidence": [], "total": [], "epistemic": []}
     for x, _ in loader(data.test.select(chosen)):
         predictive = cast(ClassificationPredictive, functions.predict(x))
         confidence, prediction = predictive.mean.max(1)

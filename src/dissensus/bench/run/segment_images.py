@@ -34,15 +34,15 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
     writable_folder(folder)
     segmentation_maps.class_legend(classes).savefig(folder / "classes.png", dpi=110, facecolor="white")
     yield folder / "classes.png"
-    posterior, entropy = run.posterior(), math.log(len(classes))
+    posterior, largest = run.posterior(), math.log(len(classes))
     for path, picture in zip(images, pictures, strict=True):
         pixels = standardiser(resize_picture(picture, run.config.data.get("size")))
         said = predict_image(posterior, pixels, tile=tile, precision=run.config.precision)
         (confidence, prediction), apart = said.mean.cpu().max(0), said.epistemic
-        heat = {  # with the largest value of its scale; for the mutual information it depends on the image
+        heat = {  # with the largest value of its scale; for the epistemic part it depends on the image
             "confidence": (confidence, 1.0, segmentation_maps.CONFIDENCE),
-            "entropy": (said.total.cpu(), entropy, segmentation_maps.EPISTEMIC),
-            "mutual_information": (apart.cpu(), float(apart.max()) or 1.0, segmentation_maps.EPISTEMIC),
+            "total": (said.total.cpu(), largest, segmentation_maps.EPISTEMIC),
+            "epistemic": (apart.cpu(), float(apart.max()) or 1.0, segmentation_maps.EPISTEMIC),
         }
         shown = {"prediction": segmentation_maps.class_image(prediction.numpy(), len(classes))}
         for name, (values, top, colours) in heat.items():
