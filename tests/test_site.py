@@ -193,6 +193,18 @@ def test_docstrings_of_verbs_and_methods_open_with_a_sentence_and_name_every_arg
             assert sorted(name for name in given if not re.search(rf"\b{name}\b", text)) == [], each
 
 
+def test_a_network_is_an_argument_of_one_name():
+    """`network` for exactly one, `networks` where a list may be given; `base` is what the members of an ensemble share."""
+    rooms = (ds, *(importlib.import_module(f"dissensus.{room}") for room in ROOMS))
+    offered = [getattr(room, name) for room in rooms for name in room.__all__]
+    called = [x for x in offered if inspect.isfunction(x) or (isinstance(x, type) and not issubclass(x, Exception))]
+    taken = [(each.__name__, {*inspect.signature(each).parameters}) for each in called]
+    others = {"base", "model", "models", "module", "modules", "net", "nets"}
+    assert {name for name, given in taken if given & others} == {"DeepEnsemble", "StackedPosterior", "load", "save"}
+    assert {"watching", "BatchEnsemble", "empirical_ntk"} <= {name for name, given in taken if "network" in given}
+    assert [name for name, given in taken if given >= {"network", "networks"}] == []
+
+
 def test_pages_for_developers_name_files_that_are_there():
     """Paths are written from the root, or from the package."""
     for page in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "developing").glob("*.md")]:

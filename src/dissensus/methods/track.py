@@ -15,7 +15,7 @@ from dissensus.methods.map import MAP
 
 
 def track(
-    base: Networks | Posterior,
+    networks: Networks | Posterior,
     methods: Sequence[Callable[..., Posterior]],
     *,
     likelihood: Likelihood | None = None,
@@ -30,20 +30,20 @@ def track(
         tradi, swag = run.watchers  # or run.watchers["swag"]
 
     Args:
-        base: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), whose training the
+        networks: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), whose training the
             watchers do not change; or one or several networks, which train as MAP does.
         methods: classes that sample around trained weights (TRADI, SWAG, …), or functions such as `partial(SWAG, rank=5)`.
         likelihood: for networks only, since a posterior has its own; None is `Classification()`.
         prior, weight_prior_std, data_size: as in `Posterior`; for networks only.
 
     Returns:
-        `base` itself if it is a posterior, else a MAP around it, with `watchers` in the order of `methods`.
+        The given posterior itself, or a MAP around the networks, with `watchers` in the order of `methods`.
     """
     if not methods or not all(map(callable, methods)):
         raise TypeError(f"expected methods, got {methods!r}; pass classes or functions of the network, [TRADI, SWAG]")
-    if isinstance(base, Posterior) and (likelihood is not None or prior):
+    if isinstance(networks, Posterior) and (likelihood is not None or prior):
         raise ValueError("expected no likelihood or prior with a posterior, which has its own, got one; leave it out")
-    run = base if isinstance(base, Posterior) else MAP(base, likelihood=likelihood, **prior)
+    run = networks if isinstance(networks, Posterior) else MAP(networks, likelihood=likelihood, **prior)
     if list(run.particles.template.latents.parameters()):
         raise ValueError(f"expected a posterior without latents, got {type(run).__name__}; train it without track")
     watchers = [method(run.particles, likelihood=run.likelihood) for method in methods]

@@ -207,7 +207,7 @@ _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
 def empirical_ntk(
-    module: nn.Module, x1: Tensor, x2: Tensor | None = None, *, method: Method = "auto", memory: int = 2**30
+    network: nn.Module, x1: Tensor, x2: Tensor | None = None, *, method: Method = "auto", memory: int = 2**30
 ) -> Tensor:
     """Measures the tangent kernel (N1, N2, O, O) of a network, over its parameters that require gradients.
 
@@ -217,25 +217,25 @@ def empirical_ntk(
         x1, x2: inputs (N1, …) and (N2, …); x2 = None means x1.
         method: "structured", "jacobian" or "products" (see the module's docstring), or "auto" for the cheapest. Each is
             checked against plain autograd on up to four inputs; if all fail, plain autograd computes the kernel.
-        memory: most bytes for the computation, including the result, besides module, inputs and that check.
+        memory: most bytes for the computation, including the result, besides network, inputs and that check.
     """
     one_of("method", method, ("auto", *WAYS), hint="'auto' chooses")
     x1, second = checked_pair(x1, x2)
-    if not trainable_parameters(module):
-        raise ValueError("expected parameters that require gradients, got none; call module.requires_grad_()")
-    mixing = [each for each in module.modules() if isinstance(each, _MIXES)]
+    if not trainable_parameters(network):
+        raise ValueError("expected parameters that require gradients, got none; call network.requires_grad_()")
+    mixing = [each for each in network.modules() if isinstance(each, _MIXES)]
     if any(each.training or getattr(each, "running_mean", each) is None for each in mixing):
-        got = "others; call module.eval(), so that each input's outputs depend on this input only"
+        got = "others; call network.eval(), so that each input's outputs depend on this input only"
         raise ValueError(f"expected batch norm and dropout in eval mode, with running statistics, got {got}")
-    network, some = FlatOutputs(module), torch.cat([x1[:2], second[-2:]])
+    flat, some = FlatOutputs(network), torch.cat([x1[:2], second[-2:]])
     with exact_convolutions():
-        outputs = check_rows(network, some)
-        result = len(x1) * len(second) * outputs**2 * next(iter(trainable_parameters(module).values())).element_size()
+        outputs = check_rows(flat, some)
+        result = len(x1) * len(second) * outputs**2 * next(iter(trainable_parameters(network).values())).element_size()
         auto = method == "auto"
-        for name in ("structured", *methods_by_cost(network, x1, len(second), outputs)) if auto else (method,):
+        for name in ("structured", *methods_by_cost(flat, x1, len(second), outputs)) if auto else (method,):
             for way in WAYS[name]:
-                if way is PLAIN or is_consistent(way, network, some, outputs):
-                    return way(network, x1, second, outputs=outputs, result=result, memory=memory)
+                if way is PLAIN or is_consistent(way, flat, some, outputs):
+                    return way(flat, x1, second, outputs=outputs, result=result, memory=memory)
     got = "one where it fails or disagrees with plain autograd"
     raise ValueError(f"expected a network for which method={method!r} works, got {got}; pass method='auto'")
 

@@ -20,7 +20,7 @@ from dissensus.utils.parameter_groups import check_optimizer
 
 @contextmanager
 def watching(
-    base: nn.Module,
+    network: nn.Module,
     optimizer: Optimizer,
     methods: Sequence[Callable[..., Posterior] | Posterior] = (),
     *,
@@ -36,7 +36,7 @@ def watching(
         swag, tradi = watched  # or watched["swag"]
 
     Args:
-        base: the network that the loop trains; or a posterior that it trains by `loss` or `backward`.
+        network: the one that the loop trains; or a posterior that it trains by `loss` or `backward`.
         optimizer: that of the loop, or a wrapper of it. Steps that a wrapper or a GradScaler skips are not recorded.
         methods: as in `track`; for a network, posteriors of it, too. May be empty for a posterior.
         steps, done: optimiser steps of the whole run, which plans snapshots, and those already done in a resumed one.
@@ -44,13 +44,13 @@ def watching(
         likelihood: for a network only, since a posterior has its own; None is `Classification()`.
 
     Yields:
-        The posteriors, by position or by name: those of `methods`, or `base` if there are none.
+        The posteriors, by position or by name: those of `methods`, or the given one if there are none.
     """
-    if isinstance(base, Posterior):
-        runs = [track(base, methods, likelihood=likelihood) if methods else base]
-        watched = base.watchers[-len(methods) :] if methods else Watchers(runs)
+    if isinstance(network, Posterior):
+        runs = [track(network, methods, likelihood=likelihood) if methods else network]
+        watched = network.watchers[-len(methods) :] if methods else Watchers(runs)
     else:
-        runs = [each if isinstance(each, Posterior) else each(base, likelihood=likelihood) for each in methods]
+        runs = [each if isinstance(each, Posterior) else each(network, likelihood=likelihood) for each in methods]
         watched = Watchers(runs)
     if not runs:
         raise ValueError("expected methods for a network, got none; pass them, [ds.SWAG, ds.TRADI]")
