@@ -13,43 +13,62 @@ from torch.optim import SGD
 
 import dissensus as ds
 import tiny
+from dissensus.core.networks import StoringPosterior
 from dissensus.core.posterior import Posterior
 from dissensus.core.trainable import TrainableModule
 from dissensus.core.weights import Recorder, network_parameters
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
 
 PAGE = Path(__file__).parents[2] / "docs" / "developing" / "adding-a-method.md"
-HOOKS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+HOOKS, SAMPLING_HOOKS = (
+    re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    for text in PAGE.read_text().split("\n## Below `SamplingPosterior`\n")
+)
 BASES = (TrainableModule, Posterior)
+SAMPLING = (StoringPosterior, SamplingPosterior, RecordingPosterior)
 
 
-def names() -> set[str]:
+def names(bases) -> set[str]:
     """Names that the base classes define or ask for, dunders aside."""
-    asked = {name for each in BASES for name, kind in each.__annotations__.items() if "ClassVar" in str(kind)}
-    defined = {name for each in BASES for name in vars(each)} | asked
+    asked = {name for each in bases for name, kind in each.__annotations__.items() if "ClassVar" in str(kind)}
+    defined = {name for each in bases for name in vars(each)} | asked
     return {name for name in defined if not name.startswith(("__", "_abc"))}
 
 
-def is_final(name: str) -> bool:
-    found = inspect.getattr_static(Posterior, name, None)
+def is_final(base: type, name: str) -> bool:
+    found = inspect.getattr_static(base, name, None)
     return getattr(getattr(found, "fget", found), "__final__", False)
 
 
-def methods() -> set[type]:
-    """Every class of the library between a method and the contract."""
+def methods(base: type) -> set[type]:
+    """Every class of the library between a method and the contract of this base class."""
     classes = {each for method in ds.METHODS.values() for each in method.__mro__}
-    return {each for each in classes if issubclass(each, Posterior)} - {Posterior}
+    return {each for each in classes if issubclass(each, base)} - {base}
 
 
 def test_every_public_name_is_final_or_in_the_documented_list():
-    public = {name for name in names() if not name.startswith("_")}
-    assert {name for name in public if not is_final(name)} == set(HOOKS)
+    public = {name for name in names(BASES) if not name.startswith("_")}
+    assert {name for name in public if not is_final(Posterior, name)} == set(HOOKS)
     assert len(HOOKS) == len(set(HOOKS)) <= 21
 
 
 def test_methods_override_nothing_else():
-    assert len(methods()) > 15
-    others = names() - set(HOOKS)
-    assert {(each.__name__, name) for each in methods() for name in others & vars(each).keys()} == set()
+    assert len(methods(Posterior)) > 15
+    others = names(BASES) - set(HOOKS)
+    assert {(each.__name__, name) for each in methods(Posterior) for name in others & vars(each).keys()} == set()
+
+
+def test_what_methods_that_sample_may_override_is_in_a_list_of_its_own():
+    known = set(HOOKS) | set(dir(torch.nn.Module))
+    public = {name for name in names(SAMPLING) - known if not name.startswith("_")}
+    assert {name for name in public if not is_final(RecordingPosterior, name)} == set(SAMPLING_HOOKS)
+    assert len(SAMPLING_HOOKS) == len(set(SAMPLING_HOOKS)) <= 13
+    below = methods(SamplingPosterior) - {RecordingPosterior}
+    assert len(below) > 8
+    others = names(SAMPLING) - {*HOOKS, *SAMPLING_HOOKS}
+    assert {(each.__name__, name) for each in below for name in others & vars(each).keys()} == set()
+    overridden = {name for each in (*below, RecordingPosterior) for name in vars(each)}
+    assert set(SAMPLING_HOOKS) <= overridden  # none that no method needs
 
 
 @pytest.mark.parametrize(

@@ -277,8 +277,8 @@ class MeanFieldVI(SamplingPosterior):
         """The networks with the mean weights."""
         return MemberFunctions(self.particles, ordinary=restore_plain_layers)
 
-    def _make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
-        family = super()._make_family(samples, networks, apart=apart)
+    def make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
+        family = super().make_family(samples, networks, apart=apart)
         restore_plain_layers(family.template.network)
         return family
 

@@ -10,7 +10,7 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, Self, Unpack, cast
+from typing import Any, ClassVar, Literal, Self, Unpack, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,12 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         """
 
     @property
+    @final
     def network(self) -> nn.Module:
         """The caller's module; for a list of networks, the template that they run in."""
         return self.particles.template.network
 
+    @final
     def public_tensors(self, tensors: Tensors) -> Tensors:
         """What is public of tensors (M, ...): without the first axis where one module is held."""
         own = self.built_with.own
@@ -101,6 +103,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
     def store_draw(self, loader: Iterable[Any]) -> None:
         self.stored = self.sample_families(loader)
 
+    @final
     @torch.no_grad()
     def sample_families(self, loader: Iterable[Any] | None = None) -> Families:
         """New samples, in parts on the host if they do not fit on the device; a loader re-estimates batch statistics."""
@@ -115,7 +118,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         for start in range(0, self.samples, at_once):
             samples = self.sample(min(at_once, self.samples - start), generator)
             for m, mine in enumerate(parts):
-                family = self._make_family(samples, slice(m, m + 1), apart=True)
+                family = self.make_family(samples, slice(m, m + 1), apart=True)
                 self._refresh_statistics([family], loader)
                 mine.append(family.to("cpu"))
         return Families((family for mine in parts for family in mine), parts=True)
@@ -136,6 +139,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
             for family in families:
                 refresh_statistics(family, self.read(loader), self.device)
 
+    @final
     def make_functions(self, families: Families) -> DrawnFunctions:
         """The functions of these particles, in their order."""
         drawn = join_families(SampledFunctions(family, self.device) for family in families.each)
@@ -146,10 +150,10 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         """Particles with these tensors (M, S, ...), network by network, and copies of all others that are not frozen."""
         members = self.particles.members
         if members > 1 and (self.shares_unsampled or len(self.particles.templates) > 1):
-            return Families(self._make_family(samples, slice(m, m + 1)) for m in range(members))
-        return Families([self._make_family(samples, slice(0, members))])
+            return Families(self.make_family(samples, slice(m, m + 1)) for m in range(members))
+        return Families([self.make_family(samples, slice(0, members))])
 
-    def _make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
+    def make_family(self, samples: Tensors, networks: slice, *, apart: bool = False) -> Particles:
         """Functions of these networks, with own batch statistics if `own_statistics`; `apart`: with copies of frozen ones."""
         particles = self.particles
         stacked = {**particles.own_parameters(), **particles.own_buffers()}
@@ -172,6 +176,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         rows |= sampled
         return Particles.split(template, rows, own=mine.__contains__, kept=kept, members=total, held=held)
 
+    @final
     def check_network(self) -> None:
         """Raises if the network's parameters, or their requires_grad, have changed since the posterior was built."""
         found, known = weights.network_parameters(self.particles).stored, self.built_with.stored
@@ -184,6 +189,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
             built = f"as when {type(self).__name__} was built, got '{thawed[0]}', which was frozen then"
             raise ValueError(f"expected the same trainable parameters {built}; build the posterior afterwards")
 
+    @final
     def frozen_names(self) -> list[str]:
         """Names of the parameters that were frozen when the posterior was built, and are not sampled."""
         return [name for name in self.built_with.stored if name not in self.trained.stored]
@@ -192,10 +198,12 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         """Names of the tensors that `sample` returns."""
         return list(self.trained.stored)
 
+    @final
     def drawn_bytes(self) -> int:
         rows = self.trained.rows()
         return self.samples * sum(rows[name].nbytes for name in self.sampled_names() if name in rows)
 
+    @final
     def draw_sizes(self, state: Tensors | None = None) -> list[int] | None:
         if state is None:
             return None if self.stored is None else self.stored.sizes
@@ -214,7 +222,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         for i, size in enumerate(sizes):
             network = i * members // len(sizes)  # every network has the same number of parts
             some = {name: rows[:, :size] for name, rows in blank.items()}
-            parts.append(self._make_family(some, slice(network, network + 1), apart=True).to("cpu"))
+            parts.append(self.make_family(some, slice(network, network + 1), apart=True).to("cpu"))
         return Families(parts, parts=True)
 
 
@@ -330,6 +338,7 @@ class RecordingPosterior(SamplingPosterior):
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         return self.recorder.sample(samples, generator)
 
+    @final
     def draw_for_validation(self, loader: Iterable[Any]) -> DrawnFunctions:
         """Sampled networks, as they would be drawn at the end, but with batch statistics of these (validation) inputs."""
         # A pass over the training set for each look would cost more than the training; the network's own statistics are not
