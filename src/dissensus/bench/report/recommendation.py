@@ -71,8 +71,8 @@ def _reason(draws: MeasureDraws, family: Family, name: str, baseline: str) -> st
 
 def _price(draws: MeasureDraws, name: str, baseline: str) -> str:
     """The costs of a method; if it is not the baseline, with their multiples of the baseline's."""
-    units, said = _spent(draws, baseline), []
-    for key, value in _spent(draws, name).items():
+    units, said = _known_costs(draws, baseline), []
+    for key, value in _known_costs(draws, name).items():
         times = f" ({_times(value, units[key])} {baseline}'s)" if name != baseline and key in units else ""
         said.append(
             f"{draws[key][name].measure.label} {number_text(value, value)} {draws[key][name].measure.unit}{times}"
@@ -82,9 +82,9 @@ def _price(draws: MeasureDraws, name: str, baseline: str) -> str:
 
 def _method_table(results: Results, draws: MeasureDraws, family: Family, baseline: str, taken: str | None) -> Table:
     """One row per method: its quality, its NLL against the baseline's, and its price in multiples of the baseline's."""
-    units, quality, rows = _spent(draws, baseline), _quality(draws), []
+    units, quality, rows = _known_costs(draws, baseline), _quality(draws), []
     for name in results.methods:
-        spent = _spent(draws, name)
+        spent = _known_costs(draws, name)
         texts = [_text(each, name) if name in each else "–" for each in quality] + _test_texts(draws, family, name)
         texts[-1] = "near chance" if name in results.near_chance else texts[-1]
         texts += [_times(spent[key], units[key]) if key in spent else "–" for key in units]
@@ -112,7 +112,7 @@ def _test_texts(draws: MeasureDraws, family: Family, name: str) -> list[str]:
     return [f"{difference} ± {number_text((upper - lower) / 2, (upper - lower) / 2)}", p_text(family.p_values[name,])]
 
 
-def _spent(draws: MeasureDraws, name: str) -> dict[str, float]:
+def _known_costs(draws: MeasureDraws, name: str) -> dict[str, float]:
     """Key -> cost of a method, where it is known and not zero."""
     known = {key: draws[key][name].estimate for key in PRICES if name in draws.get(key, {})}
     return {key: value for key, value in known.items() if value > 0}

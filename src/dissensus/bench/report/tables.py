@@ -188,18 +188,18 @@ def _mean_table(results: Results, methods: Mapping[str, list[Evaluation]], found
 def corruption_table(results: Results, measure: Measure) -> Table | None:
     """A measure for every type of corruption, averaged over severities and seeds."""
     kinds = next(iter(results.methods.values()))[0].corruptions
-    return _mean_table(results, results.methods, [_renamed(measure, f"corrupt/{kind}", kind) for kind in kinds])
+    return _mean_table(results, results.methods, [_submeasure(measure, f"corrupt/{kind}", kind) for kind in kinds])
 
 
 def attack_table(results: Results, measure: Measure) -> Table | None:
     """A measure for every attack at every ε, averaged over seeds."""
     keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
     split = [key.split("/") for key in keys if key.startswith("attack/") and key.endswith(f"/{measure.key}")]
-    found = [_renamed(measure, "/".join(each[:3]), f"{each[1]}, ε = {each[2]}") for each in split if len(each) == 4]
+    found = [_submeasure(measure, "/".join(each[:3]), f"{each[1]}, ε = {each[2]}") for each in split if len(each) == 4]
     return _mean_table(results, results.methods, found)
 
 
-def _renamed(measure: Measure, prefix: str, label: str) -> Measure:
+def _submeasure(measure: Measure, prefix: str, label: str) -> Measure:
     return replace(measure, key=f"{prefix}/{measure.key}", label=label.replace("_", " "))
 
 
