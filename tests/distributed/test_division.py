@@ -295,7 +295,7 @@ def test_what_cannot_be_divided_is_said_in_one_line():
 def independent():
     torch.manual_seed(torch.distributed.get_rank())
     posterior = ds.MAP(plain().double())
-    history = ds.fit(posterior, [tiny.points()], epochs=1, progress=False, ranks="independent")
+    history = ds.fit(posterior, [tiny.points()], epochs=1, progress=False, mesh="independent")
     return history[0].loss
 
 

@@ -224,8 +224,8 @@ def rank(number: int) -> tuple[list[str], int, float, float]:
             said.append(str(error))
     steps = int(posterior.steps)
     other = ds.MAP(tiny.mlp().double())
-    other.ranks = "independent"
-    history = ds.fit(posterior, loader, epochs=1, progress=False, ranks="independent")
+    other.mesh = "independent"
+    history = ds.fit(posterior, loader, epochs=1, progress=False, mesh="independent")
     return said, steps, history[0].loss, float(other.backward(*loader[0]))
 
 
@@ -242,7 +242,7 @@ def test_two_ranks_are_refused_outside_fit_unless_they_are_to_be_independent():
         for each in said:
             told = f"expected one process, got rank {i} of 2, whose gradients nobody averages; use ds.fit, or"
             assert each.startswith(told)
-            assert 'ranks = "independent"' in each
+            assert 'mesh = "independent"' in each
         assert steps == 0
     assert found[0][2] != found[1][2]  # two seeds, two models
     assert found[0][3] != found[1][3]
@@ -260,7 +260,8 @@ def test_a_group_of_one_and_no_group_train_as_ever(tmp_path):
 
 def test_ranks_have_one_word():
     fit = functools.partial(ds.fit, ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False)
-    refuses(lambda: fit(ranks="all"), "expected ranks of None, independent, got 'all'")
+    refuses(lambda: fit(mesh="all"), "expected mesh of None, independent, got 'all'")
+    refuses(lambda: fit(ranks="independent"), 'got .ranks.; pass mesh="independent"', TypeError)
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -190,7 +190,7 @@ class Objective(Protocol):
     """The functions of a posterior that are differentiated."""
 
     particles: Particles
-    ranks: Literal["independent"] | None
+    mesh: Any
     interaction: Literal["couple", "mix"] | None
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]: ...
@@ -486,12 +486,12 @@ def _check_frozen(particles: Particles) -> None:
 def _check_single_process(posterior: Objective, *, by_autograd: bool) -> None:
     """Raises if the processes of a group would each train a separate model by mistake."""
     averaged = by_autograd and posterior.interaction is None and is_inside_ddp()
-    alone = not averaged and posterior.ranks is None and posterior.particles.exchange is ALONE
+    alone = not averaged and posterior.mesh != "independent" and posterior.particles.exchange is ALONE
     if alone and (size := world_size()) > 1:
         raise ValueError(
             f"expected one process, got rank {distributed.get_rank()} of {size}, whose gradients nobody averages; use ds.fit, "
             "or posterior.loss in the forward of a DistributedDataParallel module (a LightningModule's training_step) if "
-            'members do not interact; for one model per rank, without that module, posterior.ranks = "independent"'
+            'members do not interact; for one model per rank, without that module, posterior.mesh = "independent"'
         )
 
 

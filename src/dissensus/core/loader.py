@@ -64,10 +64,10 @@ class Loader:
             return loader
         if mesh is not None:
             return cls(mesh.complete_loader(loader), complete=True)
-        if loader.sampler is not None and loader.sampler.num_replicas > 1 and posterior.ranks is None:
+        if loader.sampler is not None and loader.sampler.num_replicas > 1 and posterior.mesh != "independent":
             raise ValueError(
                 "expected a posterior with a mesh, since the loader gives each process a part of the data, got none; set "
-                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for results on each part'
+                'posterior.mesh = ds.distributed.mesh(), or = "independent" for results on each part'
             )
         return loader
 
@@ -184,7 +184,7 @@ def _holds_no_code(value: Any) -> bool:
 def connected_mesh(posterior: TrainableModule) -> Any:
     """The posterior's mesh, if it has other processes that are still connected; else None."""
     mesh = posterior.mesh
-    return mesh if mesh is not None and mesh.size > 1 and mesh.is_alive else None
+    return mesh if mesh not in (None, "independent") and mesh.size > 1 and mesh.is_alive else None
 
 
 def partition_functions(posterior: TrainableModule, drawn: DrawnFunctions) -> FunctionPartition:

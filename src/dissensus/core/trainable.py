@@ -74,9 +74,8 @@ class TrainableModule(CalibratedModule):
         self.epochs: int | None = None
         self.steps_before_run = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
-        self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
         self.network_is_random = False  # whether the network itself draws random numbers in eval mode
-        self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
+        self.mesh: Any = None  # a `Mesh` of processes that predict together; "independent": each has its own model
         self.particles = particles
         cache_submodules(self, "particles")
         self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)

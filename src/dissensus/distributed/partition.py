@@ -36,20 +36,22 @@ UNEVEN = "expected parts of a batch with as many rows in every process"
 
 @contextmanager
 def partition_training(
-    posterior: Posterior, mesh: Mesh | None, ranks: Literal["independent"] | None, loader: Loader
+    posterior: Posterior, mesh: Mesh | Literal["independent"] | None, loader: Loader
 ) -> Iterator["TrainingPartition"]:
     """Inside, how the posterior trains: on this mesh, on one that suits the processes there are, or on one process.
 
     Members are divided over as many ranks as divide their number, which exchange no gradients; other ranks divide batches.
     """
-    posterior.ranks = ranks or posterior.ranks
-    if mesh is None and posterior.ranks is None:
+    if mesh is None and posterior.mesh == "independent":
+        mesh = posterior.mesh
+    if mesh is None:
         start()
         size = world_size()
         rows = getattr(loader.sampler, "num_replicas", None)  # a sampler has divided rows already
         members = math.gcd(size, posterior.particles.members) if rows is None else max(size // rows, 1)
         mesh = make_mesh(members=members) if size > 1 else None
-    if mesh is None:
+    if mesh is None or isinstance(mesh, str):
+        posterior.mesh = mesh
         yield TrainingPartition(posterior, loader)
     else:
         posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing

@@ -26,7 +26,7 @@ FILLING = {
 LIKE = {aten.randn_like, aten.rand_like, aten.randint_like, aten.bernoulli, aten.native_dropout}
 SIZED = {aten.randn, aten.rand, aten.randint}
 
-ELSE = 'train on one process, or pass fit(ranks="independent")'
+ELSE = 'train on one process, or pass fit(mesh="independent")'
 
 
 @dataclass

@@ -33,7 +33,7 @@ def sharpness_on_batch(posterior: Any, optimizer: Optimizer, batch: Batch) -> fl
     """As `sharpness`, on a batch that the posterior has read and taken."""
     rates = {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
     copied = copy.deepcopy(posterior).train()
-    copied.ranks = "independent"  # of several processes each measures for itself
+    copied.mesh = "independent"  # of several processes each measures for itself
     copied.inputs = None  # they are transformed already
     both = zip(posterior.parameters(), copied.parameters(), strict=True)
     moved = [(new, math.sqrt(rates[id(old)])) for old, new in both if new.requires_grad and rates.get(id(old))]

@@ -64,8 +64,7 @@ def fit(
     progress: bool | str = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
-    ranks: Literal["independent"] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Literal["independent"] | None = None,
     draw: bool = True,
     targets: Literal["standardised"] | None = None,
 ) -> History:
@@ -100,9 +99,8 @@ def fit(
         checkpoint: a file, or for several processes a folder, written after each epoch, and at SIGTERM after the current step.
             If it exists, training resumes from it, on any number of processes, also within an epoch.
         checkpoint_seconds: least time in seconds between two writes; the last epoch is always written.
-        ranks: "independent" trains one model in each process of a group; None one model with all of them.
         mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses if there are several. All must
-            call `fit` with the same posterior and loader.
+            call `fit` with the same posterior and loader. "independent" trains one model in each process.
         draw: whether to store a draw at the end (`ds.refresh`).
         targets: "standardised" measures mean and standard deviation of a regression's targets, in an extra pass over the
             loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y.
@@ -113,11 +111,11 @@ def fit(
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
     """
-    check_arguments(epochs, accumulate, patience, clip, checkpoint_seconds, ranks, targets)
+    check_arguments(epochs, accumulate, patience, clip, checkpoint_seconds, mesh, targets)
     # Meanwhile, using the network in another thread raises.
     with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         data = Loader.for_posterior(loader, posterior, shuffle=True)
-        division = processes.enter_context(partition_training(posterior, mesh, ranks, data))
+        division = processes.enter_context(partition_training(posterior, mesh, data))
         check_run(posterior, lr, optimizer, scheduler, patience=patience, validation=validation)
         if targets is not None:
             standardise_targets(posterior, division.complete_loader(data))
@@ -353,7 +351,7 @@ def _epoch_line(epoch: Epoch) -> str:
 
 
 def check_arguments(
-    epochs: Any, accumulate: Any, patience: Any, clip: Any, checkpoint_seconds: Any, ranks: Any, targets: Any
+    epochs: Any, accumulate: Any, patience: Any, clip: Any, checkpoint_seconds: Any, mesh: Any, targets: Any
 ) -> None:
     """Raises if one of `fit`'s numbers or words is none that it can use."""
     integer("epochs", epochs)
@@ -361,7 +359,7 @@ def check_arguments(
     integer("patience", 0 if patience is None else patience, least=0)
     number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
-    one_of("ranks", ranks, (None, "independent"))
+    one_of("mesh", mesh if isinstance(mesh, str) else None, (None, "independent"))
     one_of("targets", targets, (None, "standardised"))
 
 

@@ -18,6 +18,7 @@ Value = TypeVar("Value")
 Arguments = ParamSpec("Arguments")
 # Keywords of other libraries -> what to do instead.
 ELSEWHERE = {"batch_size": "set it in the loader", "metrics": "evaluate computes all: see evaluation.metrics"}
+ELSEWHERE["ranks"] = 'pass mesh="independent"'  # its former name
 
 
 def integer(name: str, value: Any, *, least: int = 1, hint: str = "") -> int:

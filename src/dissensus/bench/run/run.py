@@ -192,8 +192,8 @@ class Run:
         return not self.is_shared or torchrun_ranks.rank() == 0
 
     @property
-    def ranks(self) -> Literal["independent"] | None:
-        """The `ranks` argument of `fit`: processes that do not share the run train alone."""
+    def training_mesh(self) -> Literal["independent"] | None:
+        """The `mesh` argument of `fit`: processes that do not share the run train alone."""
         return "independent" if torchrun_ranks.size() > 1 and not self.is_shared else None
 
     def wait_until_written(self) -> None:
@@ -246,7 +246,7 @@ class Run:
                 progress=self.config.method if progress else False,  # the variant's name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
-                ranks=self.ranks,
+                mesh=self.training_mesh,
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             best = None if history.best is None else history.best.epoch

@@ -176,7 +176,7 @@ def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder
             for run in waiting:
                 run.log(replace(epoch, epoch=done + epoch.epoch))
 
-        how = {"checkpoint": folder / f"{name}.pt", "ranks": first.ranks, **settings}
+        how = {"checkpoint": folder / f"{name}.pt", "mesh": first.training_mesh, **settings}
         with keep_warnings([run.folder for run in waiting]):
             history = fit(shared, loader, epochs=count, scheduler=scheduler, callback=log, **how)
         epochs.extend(replace(epoch, epoch=done + epoch.epoch) for epoch in history.epochs)
