@@ -426,10 +426,11 @@ VALUE_UNCERTAINTY: Uncertainties = {
 FORMER_SCORES = {"entropy": "total", "mutual_information": "epistemic", "variance": "total"}
 
 
-def check_score(score: str, known: Iterable[str], kind: str) -> str:
-    """The score, one of those that predictions of this kind have."""
+def choose_score(score: str | None, known: Iterable[str], kind: str) -> str:
+    """The score, one of those that predictions of this kind have; None is the first."""
     former = FORMER_SCORES.get(str(score))
-    return one_of("score", score, known, hint=f"pass {former!r}" if former else f"a {kind} has these")
+    hint = f"pass {former!r}" if former else f"a {kind} has these"
+    return next(iter(known)) if score is None else one_of("score", score, known, hint=hint)
 
 
 def uncertainties(predictive: Predictive) -> Uncertainties:

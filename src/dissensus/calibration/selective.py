@@ -17,7 +17,7 @@ from dissensus.calibration.conformal import (
     add_tolerance,
     calibration_rows,
     check_name,
-    check_score,
+    choose_score,
     least_rows,
     sort_with_mass,
     uncertainties,
@@ -143,7 +143,7 @@ def _equally_weighted_rows(
 def _named_score(predictive: Predictive, score: str | None) -> tuple[str, Tensor]:
     """(name, (B,) values on the host) of the chosen score, or of the first that such a predictive has."""
     known = uncertainties(predictive)
-    name = next(iter(known)) if score is None else check_score(score, known, predictive.kind)
+    name = choose_score(score, known, predictive.kind)
     return name, known[name](predictive).cpu()
 
 

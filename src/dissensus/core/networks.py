@@ -59,10 +59,10 @@ class NetworksPosterior(Posterior):
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         networks: Any = network
         if config["networks"] is not None and not isinstance(network, Particles):
-            networks = placeholders(network, config["networks"], [n for n, held in config["once"].items() if held])
+            once = config["once"]
+            frozen = [name for name in once if once[name]]
+            networks = placeholders(network, config["networks"], frozen)
             if cls.plain_network is Posterior.plain_network:  # else the method converts each network
-                once = config["once"]
-                frozen = [name for name in once if once[name]]
                 networks = Particles.stack(networks, likelihood, own=lambda name: name not in once, frozen=frozen)
         settings = {key: value for key, value in config.items() if key not in ("networks", "once")}
         return super().skeleton(networks, settings, likelihood)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus import metrics
-from dissensus.calibration.conformal import check_score
+from dissensus.calibration.conformal import choose_score
 from dissensus.calibration.selective import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -250,10 +250,7 @@ def complete_evaluation(
 
 def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
     """The score that ranks OOD inputs; raises if it does not exist."""
-    known = row_metrics.OOD_SCORES[kind]
-    if score is None:
-        return known[0]
-    check_score(score, known, kind)
+    score = choose_score(score, row_metrics.OOD_SCORES[kind], kind)
     if score == "epistemic" and kind != "regression" and members == 1:
         raise ValueError("expected several members for an epistemic score, got one; rank by max_probability or total")
     return score

@@ -291,20 +291,7 @@ def sample_normal(samples: int, like: Tensor, generator: torch.Generator | None)
 class RecordingPosterior(SamplingPosterior):
     """Base class of methods that record the weights during training and sample from the record.
 
-    A subclass builds its `recorder` on `self.recorded_weights`:
-
-        class Mine(RecordingPosterior):
-            name = "mine"
-
-            def __init__(self, networks, *, samples=20, **prior):
-                super().__init__(networks, samples=samples, **prior)
-                self.recorder = MyRecorder(self.recorded_weights)
-
-    Args:
-        networks: one module, not copied, or a list of M.
-        samples: functions per network and draw.
-        latents: a module with extra trained tensors; None has none.
-        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
+    Arguments as in `SamplingPosterior`. A subclass sets `self.recorder = MyRecorder(self.recorded_weights)`.
     """
 
     recorder: Recorder
