@@ -306,15 +306,13 @@ class SGHMC(RecordingPosterior):
     noise adds to it. Without a prior there may be no distribution to converge to. Gradient clipping changes the target.
 
     Args:
-        networks: one module, not copied, or a list of M; each network has its own independent chain.
+        networks, posterior_temperature, first_chain: as in `HMC`.
         members: functions kept from each chain, spread evenly over the cycles.
         cycles: cycles of the rate in a run; 0 keeps the rate constant, with noise throughout.
         exploration: share of each cycle without noise and without snapshots; with cycles = 0, the burn-in.
         lr: η, on the scale of SGD.
         friction: α, 1 − momentum; 1 is SGLD.
-        posterior_temperature: T; below 1 samples a sharper ("cold") posterior.
         seed: seed of the noise; None takes one from torch's generator when training begins.
-        first_chain: number of the first chain; a chain's noise depends only on the seed and its number.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required.
     """
 

@@ -152,20 +152,14 @@ class RankOneBNN(NodePosterior):
     not. In training each copy of each example has its own component and noise; a drawn function has one fixed r and s.
 
     Args:
-        networks: one module, or a list of M; each network has its own factors and gives `samples` functions.
-        components: K.
+        networks, components, train_samples, samples, annealing, layers, data_size: as in `NodeBNN`.
         family: distribution of components and prior: "gaussian" or "cauchy" (σ is then a scale).
         prior_std: standard deviation (Cauchy: scale) of the prior of r and s.
         init_std: σ at the start.
         modulation: of the components' initial means; None is N(1, prior_std²), the authors' code has `Modulation.sign()`.
-        train_samples: copies of each example, all in one pass of B · train_samples examples.
-        samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
-        annealing: β; None is constant 1.
-        layers: name patterns of the layers with factors; None is every linear and convolutional layer.
         batch_norm: "frozen" keeps the running statistics, for a pretrained network; "trained" updates them.
         latent_lr: learning rate of the factors for one component; their group uses K times that. None: the weights'.
-        data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights (the paper's L2 term).
     """
 

@@ -45,7 +45,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         networks, members, base: as in `DeepEnsemble`.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
         annealing: a_t; None is constant 1.
-        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B) or a number.
+        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B, as in FeatureRDE and FoRDE) or a number.
         batch_size: B in "1/B"; None is the largest batch seen in training.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; without a prior, the optimiser's weight decay acts as one.
@@ -93,7 +93,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
     Args:
         networks, members, base: as in `DeepEnsemble`.
-        score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
+        score, annealing, repulsion, batch_size, data_size: as in `WeightRDE`.
         repel_at: inputs at which outputs are compared: the training "batch"; "noise", the batch plus noise; or your own.
         noise: standard deviation of that noise.
         outputs: compare "logits" (the raw outputs, for any likelihood) or, for classification, "probabilities", which is
@@ -101,10 +101,6 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         functional_prior: True estimates ∇ log p(F) by spectral Stein from draws of the prior; False puts it on weights.
         output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²) over outputs to the loss (Trinh et al. 2024).
         prior_scale: a.
-        annealing: a_t; None is constant 1.
-        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B, as in FeatureRDE and FoRDE) or a number.
-        batch_size: B in "1/B"; None is the largest batch seen in training.
-        data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`.
     """
 
@@ -285,8 +281,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         prior_scale: a.
         order: keep the directions of the "largest" eigenvalues, or, as the authors' code does, of the "smallest".
         bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares it again.
-        repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
-        batch_size: B in "1/B"; None is the largest batch seen in training, also for a smaller last one.
+        repulsion, batch_size: as in `FoRDE`.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -439,8 +434,7 @@ class SVGD(StackedPosterior):
         networks, members, base: as in `DeepEnsemble`.
         space: "weight" (z = weights) or "function" (z = outputs on the batch). In function space φ is pulled back to
             the weights, and a weight prior acts on each member's own weights, as strongly as the likelihood does.
-        annealing: a_t; None is constant 1.
-        data_size: N, required.
+        annealing, data_size: as in `WeightRDE`.
         likelihood, prior, weight_prior_std: as in `Posterior`.
     """
 

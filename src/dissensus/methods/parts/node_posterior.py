@@ -42,7 +42,6 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     The loss is that of `NodeBNN`; subclasses set its KL term, `complexity`.
     """
 
-    networks_taken = "any"
     needed = ("data_size",)
     draw_attributes = ("stored", "stored_at")
     complexity: node_latents.Complexity
