@@ -184,22 +184,22 @@ def networks_to_convert(networks: Any) -> tuple[list[nn.Module], bool]:
 
 
 def stack_members(
-    modules: Sequence[nn.Module] | nn.ModuleList,
+    networks: Sequence[nn.Module] | nn.ModuleList,
     likelihood: Likelihood | None,
     latents: Sequence[nn.Module] | None = None,
 ) -> Particles:
     """M networks of one architecture, checked and copied into a stack, with the latents of each."""
-    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
         raise TypeError("expected a sequence of modules, got one module; pass [make() for _ in range(M)], or use MAP")
-    modules = list(modules)
-    if not modules:
+    networks = list(networks)
+    if not networks:
         raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
-    for module in modules:
-        check_initialised(module)
-        check_copyable(module)
-    check_same_architecture(modules)
-    check_distinct_weights(modules)
-    return Particles.stack(modules, likelihood or Classification(), latents=latents)
+    for network in networks:
+        check_initialised(network)
+        check_copyable(network)
+    check_same_architecture(networks)
+    check_distinct_weights(networks)
+    return Particles.stack(networks, likelihood or Classification(), latents=latents)
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:

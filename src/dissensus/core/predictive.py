@@ -234,8 +234,7 @@ class ClassificationPredictive(CategoricalPredictive):
     @cached_property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
-        entropies = entropy_terms(self._log_probs.exp()).sum(self.member_axis)  # (M, B, ...)
-        return entropies.mean(0)
+        return entropy_terms(self._log_probs.exp()).sum(self.member_axis).mean(0)
 
     @cached_property
     def epistemic(self) -> Tensor:
