@@ -31,7 +31,6 @@ from dissensus.utils.tensor_tree import (
     SubmoduleCache,
     Tensors,
     TensorTree,
-    cache_submodules,
     derived_names,
     keep_submodules,
     known_buffers,
@@ -58,7 +57,6 @@ class Member(nn.Module):
             raise TypeError(f"expected a likelihood object, got {what}; pass an instance, for example Classification()")
         self.network, self.likelihood = network, likelihood
         self.latents = TensorTree() if latents is None else latents
-        cache_submodules(self, "network", "likelihood", "latents")
         keep_submodules(self)
         self.training = network.training  # not self.train(), which would change the submodules
         # Submodules that the caller has put in eval mode: they stay in it during training.

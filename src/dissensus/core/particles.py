@@ -47,7 +47,6 @@ from dissensus.utils.tensor_tree import (
     Tensors,
     TensorTree,
     assign_tensors,
-    cache_submodules,
     call_with_tensors,
     named_tensors,
 )
@@ -93,7 +92,6 @@ class Particles(nn.Module):
         # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
         self.divided = any(map(sharding.is_divided, chain(stacked.values(), tensors_by_name(self.shared).values())))
         self.wraps_original = self.shared is self.template  # whether the one member is the caller's module itself
-        cache_submodules(self, "own", "shared")
         if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 

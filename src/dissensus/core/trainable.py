@@ -26,7 +26,7 @@ from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
-from dissensus.utils.tensor_tree import Tensors, cache_submodules, known_submodules
+from dissensus.utils.tensor_tree import Tensors, known_submodules
 
 
 class Watchers(nn.ModuleList):
@@ -78,7 +78,6 @@ class TrainableModule(CalibratedModule):
         self.network_is_random = False  # whether the network itself draws random numbers in eval mode
         self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
         self.particles = particles
-        cache_submodules(self, "particles")
         self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
         # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
         hooks: tuple[Literal["couple", "mix"], ...] = ("couple", "mix")

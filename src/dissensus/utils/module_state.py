@@ -65,7 +65,7 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
         held = {} if isinstance(part, TensorTree) else vars(part)
         if any(map(held.get, HOOKS)):
             return None
-        for name in [name for name in held if name not in OWN and part._modules.get(name) is not held[name]]:
+        for name in [name for name in held if name not in OWN]:
             try:
                 found += name, _copy_plain_value(held[name])
             except TypeError:

@@ -66,12 +66,6 @@ def computed_names(module: nn.Module) -> list[str]:
     return [path + leaf for path, node in found for leaf in derived_names(node)]
 
 
-def cache_submodules(module: nn.Module, *names: str) -> None:
-    """Puts these submodules among the module's plain attributes, too: nn.Module finds them there in a tenth of the time."""
-    # Only for those that are there to stay. One that is set anew is found in its registry again.
-    vars(module).update({name: module._modules[name] for name in names})
-
-
 class TensorPlaces:
     """Where a module's tensors are registered; a tied tensor has several places, and the name of the first."""
 
