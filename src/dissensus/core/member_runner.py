@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import OwnTensorsCache, RowCache, Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
-from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
+from dissensus.utils.torch_private import TorchStateGuard, pytree, run_in_vmap, version_of, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -197,7 +196,7 @@ class Runner:
         except CheckpointError as error:
             where = "in the backward pass, got other values; remove activation checkpointing"
             raise ValueError(f"expected activations that can be recomputed {where}") from error
-        self.recomputes = self.recomputes is not None or any(buffer._version for buffer in buffers.values())
+        self.recomputes = self.recomputes is not None or any(version_of(buffer) for buffer in buffers.values())
         return found
 
     def note_fallback(self, _: str, reason: str, *args: object) -> None:

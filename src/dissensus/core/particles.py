@@ -78,9 +78,8 @@ class Particles(nn.Module):
         # By number of the template, with what they were found for: the caller's module may change.
         self._places: dict[int, tuple[object, TensorPlaces]] = {}
         self._forward_attributes = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
-        self.fully_sharded = sharding.is_fully_sharded(
-            self.template.network
-        )  # divided by torch, which gathers layers itself
+        # divided by torch, which gathers layers itself
+        self.fully_sharded = sharding.is_fully_sharded(self.template.network)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._logged_names: set[str] = set()
 
