@@ -220,10 +220,6 @@ class Particles(nn.Module):
         """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
         return {name: name in self._frozen for name in tensors_by_name(self.shared)}
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
-        self.runner.cut.known = None  # frees the memory of tensors that are replaced
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         warn_of_state(self)
         super()._save_to_state_dict(*args, **kwargs)

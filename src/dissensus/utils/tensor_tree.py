@@ -14,7 +14,6 @@ from dissensus.utils.torch_private import (
     buffers_of,
     children_of,
     forward_hooks_of,
-    is_traced,
     named_registries,
     named_submodules,
     parameters_of,
@@ -135,23 +134,6 @@ class SubmoduleCache(Cache):
             children = [children_of(part) for part in found if trees or not isinstance(part, TensorTree)]
             self.inner, self.leaves = [*filter(None, children)], [each for each in children if not each]
             self.known = [*modules, *chain.from_iterable(map(dict.values, self.inner))], found
-        return self.known[1]
-
-
-class RowCache(Cache):
-    """Each member's row of `Rows`. For predictions they are cut once, as views: to cut hundreds takes as long as layers."""
-
-    known: tuple[list[Any], list[Any]] | None = None
-
-    def __call__(self, rows: Any, count: int) -> Iterable[Any]:
-        stacks = [*rows.own.values(), *rows.buffers.values()]
-        plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_traced() or rows.varying)
-        if not plain or not {*map(type, stacks)} <= {Tensor, nn.Parameter}:  # a divided tensor has no memory here
-            return map(rows.member_row, range(count))
-        # `parameter.data = ...` gives a stack other memory, but not another name.
-        where = [*map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks), *map(Tensor.size, stacks)]
-        if self.known is None or self.known[0] != where:
-            self.known = where, [rows.member_row(i) for i in range(count)]
         return self.known[1]
 
 
