@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from turns import in_turns
 
 import dissensus as ds
-from dissensus.core import gradients, member, member_runner, particles, trainable
+from dissensus.core import gradients, member_runner, particles
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step, cuda_graphs, fast_optimisers, strategies
 from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
@@ -200,12 +200,6 @@ PATHS = [
         ("utils.tensor_tree:SubmoduleCache",),
         without(tensor_tree.SubmoduleCache, "__call__", lambda self, *m, trees=True: all_submodules(*m, trees=trees)),
         (f"one input, MAP, {RESNET}", f"one input, MAP, {MLP}", f"{ENSEMBLE}{RESNET}"),
-    ),
-    FastPath(
-        "submodules among plain attributes",
-        ("utils.tensor_tree:cache_submodules",),
-        without_all(*(without(each, "cache_submodules", lambda *_: None) for each in (particles, member, trainable))),
-        (f"one input, MAP, {MLP}", f"{ENSEMBLE}{MLP}", f"step, MAP, {MLP}, batch 16"),
     ),
     FastPath(
         "the caller's module as it is, in predictions",
@@ -453,9 +447,9 @@ HEAD = """# Fast paths
 Code that computes the same numbers faster than plainer code. A path stays while it makes something that users run at least a
 tenth faster on its machine. `benchmarks/fast_paths.py` writes this page and switches each path off: the tables show the case
 each path helps most, as medians over rounds in turns, with quartiles of the ratio."""
-NOTES = """Some paths below a tenth remain. The submodules among plain attributes and the trees mapped by hand are short and
-speed up one input in small deep ensembles. Without narrow convolutions and the cached weights, predictions on a GPU would
-lose more than a tenth together. Without graphs, the time includes attempts to capture; `gpu_h200.csv` has a plain loop."""
+NOTES = """Some paths below a tenth remain. The trees mapped by hand are short and speed up one input in small deep ensembles.
+Without narrow convolutions and the cached weights, predictions on a GPU would lose more than a tenth together. Without
+graphs, the time includes attempts to capture; `gpu_h200.csv` has a plain loop."""
 REMOVED = """These gained less than a tenth and were removed with their tests. Modes set as attributes only helped networks in
 training mode, and `fit` leaves them in eval mode."""
 MACHINES = {"cpu": "On a CPU", "arm": "On an Arm CPU", "cuda": "On a GPU"}

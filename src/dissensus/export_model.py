@@ -33,7 +33,7 @@ from dissensus.storage.atomic_files import write_atomically
 from dissensus.utils.checks import one_of
 from dissensus.utils.extras import require_extra
 from dissensus.utils.text import format_bytes
-from dissensus.utils.torch_private import TorchStateGuard
+from dissensus.utils.torch_private import ConvNd, TorchStateGuard
 from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
@@ -274,7 +274,7 @@ def _set_engine(predictor: Predictor, how: Literal["vectorised", "loop"]) -> Non
 def _has_own_kernels(particles: Particles) -> bool:
     """Whether members have their own convolutions, which are faster one after the other."""
     own, parts = tensors_by_name(particles.own), particles.template.named_modules()
-    return any(isinstance(part, nn.modules.conv._ConvNd) and f"{name}.weight" in own for name, part in parts)
+    return any(isinstance(part, ConvNd) and f"{name}.weight" in own for name, part in parts)
 
 
 def _check_no_randomness(found: list[str]) -> None:

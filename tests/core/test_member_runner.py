@@ -422,12 +422,3 @@ def test_a_prediction_in_another_context_leaves_the_next_ones_as_they_were(conte
     assert not outside.is_inference()
     posterior(x).sum().backward()  # and rows of predictions take no part in gradients
     assert all(each.grad is not None for each in posterior.parameters())
-
-
-def test_rows_kept_for_predictions_do_not_keep_the_memory_of_tensors_that_were_replaced() -> None:
-    posterior = ds.DeepEnsemble([network(), network()]).eval()
-    posterior.predict(torch.randn(1, 1, 4, 4, dtype=torch.float64))
-    assert posterior.particles.runner.cut.known is not None
-    assert copy.deepcopy(posterior).particles.runner.cut.known is None
-    posterior.float()
-    assert posterior.particles.runner.cut.known is None

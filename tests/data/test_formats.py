@@ -7,12 +7,14 @@ import itertools
 import os
 import pickle
 import struct
+import tracemalloc
+import zlib
 from importlib.resources import files
 
 import numpy as np
 import pytest
 import torch
-from scipy.io import savemat
+from scipy.io import savemat, whosmat
 
 from dissensus.data import cifar10, digits, fashion, file_formats
 from dissensus.data.toy import three_clusters
@@ -311,6 +313,26 @@ def test_damaged_files_are_value_errors(tmp_path, compressed):
         except ValueError:
             refused += 1
     assert refused > 10
+
+
+def test_a_small_file_that_unpacks_to_far_more_is_refused_before_that_is_in_memory(tmp_path):
+    """Half a megabyte for a 1 × 1 matrix with 512 MiB of values; SciPy reads them all before it compares."""
+    path, block, blocks = tmp_path / "file.mat", bytes(2**20), 512
+    head = [struct.pack("<4I", 6, 8, 9, 0), struct.pack("<4I", 5, 8, 1, 1), struct.pack("<2I8s", 1, 1, b"X")]
+    head.append(struct.pack("<2I", 2, blocks * len(block)))
+    matrix = struct.pack("<2I", 14, sum(map(len, head)) + blocks * len(block)) + b"".join(head)
+    packer = zlib.compressobj(9)
+    first, one = (packer.compress(part) + packer.flush(zlib.Z_FULL_FLUSH) for part in (matrix, block))
+    packed = first + blocks * one  # after a full flush, equal blocks are packed into equal bytes
+    start = b"MATLAB 5.0".ljust(124) + struct.pack("<H", 0x0100) + b"IM"
+    path.write_bytes(start + struct.pack("<2I", 15, len(packed)) + packed)
+    assert whosmat(path) == [("X", (1, 1), "uint8")]
+    tracemalloc.start()
+    try:
+        refuses(lambda: file_formats.read_mat(path), "unpacks to far more bytes than usual")
+        assert tracemalloc.get_traced_memory()[1] < blocks * len(block)
+    finally:
+        tracemalloc.stop()
 
 
 # ----------------------------------------------------------------------------------------- the data inside the package

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize, prune
 import dissensus as ds
 import tiny
 from dissensus.utils import memory_layout
-from dissensus.utils.tensor_tree import TensorPlaces, TensorTree, call_with_tensors, named_submodules, named_tensors
+from dissensus.utils.tensor_tree import TensorPlaces, TensorTree, call_with_tensors, named_tensors
+from dissensus.utils.torch_private import named_submodules
 from refusals import refuses
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from dissensus.likelihoods.tokens import Tokens, token_rows
 from dissensus.metrics.classification import confidence_bin, confidence_ece
 from dissensus.numerics.isotonic import isotonic_knots, pad_knots
 from dissensus.utils.checks import one_of, suggest_keywords
+from dissensus.utils.torch_private import copy_with
 
 log = logging.getLogger("dissensus")
 
@@ -96,9 +96,9 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows:
     """Uncalibrated predictions for the loader's rows."""
     data = Loader.complete(loader, expect_posterior(posterior))
-    view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
-    view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
-    view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
+    # a copy: other threads may use the calibrated posterior meanwhile
+    unscaled = {"temperature": torch.ones_like(posterior.temperature)}
+    view = copy_with(posterior, unscaled, {"calibration": None, "promises": torch.nn.ModuleDict()})
     found = [token_rows(part, *batch[1:]) for batch, part in predict_loader(view, data, labelled=True)]
     parts, targets, weights = ([*map(itemgetter(i), found)] for i in range(3))
     predictive, y = Predictive.cat(parts), torch.cat(targets)

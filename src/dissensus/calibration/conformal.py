@@ -37,6 +37,7 @@ from dissensus.core.predictive import CategoricalPredictive, ClassificationPredi
 from dissensus.engine.prediction_loop import predict_loader
 from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.utils.checks import fraction, integer, number, one_of, suggest_keywords
+from dissensus.utils.torch_private import buffers_of
 
 log = logging.getLogger("dissensus")
 
@@ -205,8 +206,8 @@ class Conformal(Guarantee):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # It moves with its posterior to another device, but keeps its precision, so that thresholds do not change.
-        for name, tensor in self._buffers.items():
-            self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
+        for name, tensor in buffers_of(self).items():
+            buffers_of(self)[name] = None if tensor is None else tensor.to(fn(tensor).device)
         return self
 
     def set(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.utils.arrays import as_tensor
 from dissensus.utils.network_outputs import output_tensor
+from dissensus.utils.torch_private import version_of
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
@@ -195,14 +196,14 @@ class UnchangedInputs:  # not a generator, which takes three times as long
 
     def __init__(self, x: Inputs) -> None:
         # inference tensors count no versions
-        self.given = [(each, each._version) for each in input_tensors(x) if not each.is_inference()]
+        self.given = [(each, version_of(each)) for each in input_tensors(x) if not each.is_inference()]
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         for tensor, version in self.given:
-            if kind is None and tensor._version != version:
+            if kind is None and version_of(tensor) != version:
                 advice = "write x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"
                 got = f"one that changes them in place; {advice}"
                 raise ValueError(f"expected a network that does not change its inputs, got {got}")

@@ -23,6 +23,7 @@ from dissensus.numerics.hashing import fingerprint
 from dissensus.utils.checks import ListedAttributes, one_of
 from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.tensor_tree import SubmoduleCache
+from dissensus.utils.torch_private import buffers_of, children_of, parameters_of, unsaved_buffers
 
 log = logging.getLogger("dissensus")
 
@@ -125,7 +126,7 @@ class CalibratedModule(ListedAttributes, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_module("calibration", None)
-        self._modules["promises"] = nn.ModuleDict()  # `promises` is a property
+        children_of(self)["promises"] = nn.ModuleDict()  # `promises` is a property
         self.known_parts = SubmoduleCache()  # of what is looked at in a prediction
 
     @property
@@ -133,13 +134,13 @@ class CalibratedModule(ListedAttributes, nn.Module):
     def promises(self) -> nn.ModuleDict:
         """Name -> `Guarantee`, those that hold for the present predictions."""
         drop_stale_guarantees(self)
-        return self._modules["promises"]  # type: ignore[return-value]
+        return children_of(self)["promises"]
 
     @final
     def fingerprint(self) -> str:
         """What predictions depend on, in 16 digits: the tensors, temperature, calibration, and the likelihood's settings."""
-        left_out = {"steps", "promises", "watchers", *self._non_persistent_buffers_set}
-        own = {**self._parameters, **self._buffers, **self._modules}.items()
+        left_out = {"steps", "promises", "watchers", *unsaved_buffers(self)}
+        own = {**parameters_of(self), **buffers_of(self), **children_of(self)}.items()
         with self.particles.lock_network(), torch.no_grad():
             parts = [part for name, part in sorted(own) if name not in left_out]
             tensors = [gather_full_tensor(each) for part in parts for each in _state_tensors(part)]
@@ -151,8 +152,8 @@ class CalibratedModule(ListedAttributes, nn.Module):
     def current_correction(self) -> Correction:
         """The present temperature and calibration."""
         with self.particles.lock_network():
-            temperature: Any = self._buffers["temperature"]
-            return Correction(temperature.item(), self._modules["calibration"])  # type: ignore[arg-type]
+            temperature: Any = buffers_of(self)["temperature"]
+            return Correction(temperature.item(), children_of(self)["calibration"])
 
     @final
     def add_guarantee(self, name: str, promise: Guarantee) -> None:
@@ -162,7 +163,7 @@ class CalibratedModule(ListedAttributes, nn.Module):
 
     def _attach_guarantee(self, name: str, promise: Guarantee) -> None:
         promise._owner = (self,)
-        self._modules["promises"][name] = promise.to(self.temperature.device)  # type: ignore[index, operator]
+        children_of(self)["promises"][name] = promise.to(self.temperature.device)
 
     @final
     def recalibrate(self, temperature: float, calibration: Calibration | None) -> None:
@@ -205,7 +206,7 @@ class CalibratedModule(ListedAttributes, nn.Module):
 
 def stored_guarantees(posterior: CalibratedModule) -> dict[str, Guarantee]:
     """All promises by name, also stale ones."""
-    return dict(posterior._modules["promises"].items())  # type: ignore[union-attr, operator]
+    return dict(children_of(posterior)["promises"].items())
 
 
 def drop_stale_guarantees(posterior: CalibratedModule) -> None:
@@ -214,7 +215,7 @@ def drop_stale_guarantees(posterior: CalibratedModule) -> None:
         present = posterior.fingerprint()
         if stale := [name for name, each in found.items() if each.facts["fitted_to"] != present]:
             log.warning("predictions have changed since %s was fitted to them; fit it again", ", ".join(stale))
-            posterior._modules["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
+            children_of(posterior)["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
 
 
 def describe_model(posterior: CalibratedModule) -> dict[str, Any]:
@@ -245,7 +246,7 @@ def restore_fitted(
     calibration, promises = saved.get("calibration"), saved.get("promises") or {}
     posterior.calibration = None if calibration is None else build_fitted(calibration, f"{prefix}calibration.")
     before = stored_guarantees(posterior)
-    posterior._modules["promises"] = nn.ModuleDict()
+    children_of(posterior)["promises"] = nn.ModuleDict()
     for name, config in promises.items():
         # the same one keeps its functions of inputs, which no file holds
         same = name in before and before[name].config() == config

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dissensus.utils.torch_private import tensor_norms
+
 PLURALS = {"loss": "losses"}
 
 
@@ -32,7 +34,7 @@ def has_nonfinite_norm(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors may hold a value that is not finite; synchronises with the device."""
     # One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
     given = [tensor.detach() for tensor in tensors if tensor.numel()]
-    return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
+    return bool(given) and not math.isfinite(torch.stack(tensor_norms(given)).sum().item())
 
 
 @torch.no_grad()
@@ -55,7 +57,7 @@ def amax(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _maxima(tensors: list[Tensor]) -> Tensor:
     """(T,) that of each tensor, in a few kernels for all tensors."""
-    return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
+    return torch.stack(tensor_norms(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
 def has_diverged(described: Sequence[Tensor]) -> bool:

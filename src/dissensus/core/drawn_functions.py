@@ -7,7 +7,6 @@ from typing import Any, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -17,7 +16,7 @@ from dissensus.core.member_runner import stack_trees
 from dissensus.core.particles import Member, Particles, member_index, member_subset
 from dissensus.core.predictive import Predictive
 from dissensus.utils.tensor_tree import Cache
-from dissensus.utils.torch_private import is_traced
+from dissensus.utils.torch_private import children_of, is_traced, pytree
 
 Found = TypeVar("Found")
 FEW = 8  # members of any kind that are quicker one by one than by vmap, without tensors to put in place
@@ -95,7 +94,7 @@ class MemberFunctions(DrawnFunctions):
         """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
         super().__init__()
         # Not by nn.Module.__setattr__, which takes as long as a small network.
-        self._modules["particles"] = particles
+        children_of(self)["particles"] = particles
         settings = {"particles": particles, "ordinary": ordinary, "training": particles.training}
         vars(self).update(settings, members=particles.members, networks=particles.members)
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
@@ -25,7 +24,7 @@ from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.process_group import world_size
 from dissensus.utils.sharding import is_divided, local_part
 from dissensus.utils.tensor_tree import Tensors, computed_names, named_tensors
-from dissensus.utils.torch_private import is_inside_ddp
+from dissensus.utils.torch_private import gradient_hooks_of, is_inside_ddp, pytree
 
 
 class Gradients(NamedTuple):
@@ -173,13 +172,13 @@ def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
 
 
 @torch.no_grad()
-def apply_tensor_hooks(particles: Particles, found: Tensors) -> Tensors:
+def apply_gradient_hooks_of(particles: Particles, found: Tensors) -> Tensors:
     """Gradients by other leaves than the caller's parameters, after the tensor hooks of these, which autograd has not run."""
     if not particles.wraps_original or particles.divided or particles.fully_sharded:
         return found
     gradients, named = dict(found), particles.shared_parameters()
     for name in gradients:
-        for hook in (named[name]._backward_hooks or {}).values():
+        for hook in (gradient_hooks_of(named[name]) or {}).values():
             gradient = gradients[name].to(named[name].dtype)  # it may be in half precision still
             changed = hook(gradient)
             gradients[name] = gradient if changed is None else changed
@@ -272,7 +271,7 @@ def looped_gradients(
                 streams[i]()
             with lane(i):
                 one = member(posterior, state.member(i), batch, pulls[i])
-                hooked = apply_tensor_hooks(posterior.particles, one.gradients)
+                hooked = apply_gradient_hooks_of(posterior.particles, one.gradients)
                 one = exchange.submit_gradients(one._replace(gradients=hooked))
                 found.append(copy_into_stacks(one, stacks, i))
         join()

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch, all_outputs
 from dissensus.core.likelihood import Likelihood
@@ -31,14 +30,12 @@ from dissensus.utils.tensor_tree import (
     SubmoduleCache,
     Tensors,
     TensorTree,
-    cache_submodules,
     derived_names,
-    keep_submodules,
     known_buffers,
-    named_submodules,
+    known_submodules,
     run_keeping_tensors,
 )
-from dissensus.utils.torch_private import has_vmap_axis, in_vmap, is_transformed
+from dissensus.utils.torch_private import forward_hooks_of, has_vmap_axis, in_vmap, is_transformed, pytree, version_of
 
 log = logging.getLogger("dissensus")
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
@@ -58,8 +55,7 @@ class Member(nn.Module):
             raise TypeError(f"expected a likelihood object, got {what}; pass an instance, for example Classification()")
         self.network, self.likelihood = network, likelihood
         self.latents = TensorTree() if latents is None else latents
-        cache_submodules(self, "network", "likelihood", "latents")
-        keep_submodules(self)
+        known_submodules(self)  # which keeps them from now on
         self.training = network.training  # not self.train(), which would change the submodules
         # Submodules that the caller has put in eval mode: they stay in it during training.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
@@ -231,9 +227,9 @@ class ForwardAttributes:
         if torch.compiler.is_dynamo_compiling():
             return ()
         if (found := self.known(template)) is not self.found:
-            self.found, self.all = found, named_submodules(template)
+            self.found, self.all = found, known_submodules(template)
             self.foreign = [each for each in self.all if _is_foreign(type(each[1])) or "forward" in vars(each[1])]
-            self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
+            self.hooks = [*chain.from_iterable(map(forward_hooks_of, found))]
             self.known_values: list[Any] = []
         return self.all if any(self.hooks) else self.foreign
 
@@ -285,7 +281,7 @@ class _AttributeSnapshot:
     """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies, to be changed in place."""
 
     def __init__(self, written: ForwardAttributes, watched: Named) -> None:
-        self.modules = written.found
+        self.member = written.found[0]
         self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []  # of modules that are traced
         self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
         self.first: dict[str, bool] = {}  # name of a traced attribute -> whether it was set before it was read
@@ -338,8 +334,7 @@ class _AttributeSnapshot:
         """A copy, if this is a tensor that is neither registered nor part of a graph or a transform."""
         if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
             return each
-        registered = (tensor for part in self.modules for tensor in part._buffers.values())
-        if is_transformed(each) or any(each is tensor for tensor in registered):
+        if is_transformed(each) or any(each is tensor for tensor in known_buffers(self.member).values()):
             return each
         return self.copies.setdefault(id(each), each.detach().clone())
 
@@ -349,7 +344,7 @@ class _AttributeSnapshot:
             return False
         (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
         pairs = zip(leaves, now, strict=False)
-        same = (b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in pairs)
+        same = (b is self.copies.get(id(a), a) and (b is a or not version_of(b)) for a, b in pairs)
         return form != other or not all(same)
 
 

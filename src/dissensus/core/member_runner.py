@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.tensor_tree import OwnTensorsCache, RowCache, Tensors, all_submodules
+from dissensus.utils.tensor_tree import OwnTensorsCache, Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
-from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
+from dissensus.utils.torch_private import TorchStateGuard, pytree, run_in_vmap, version_of, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -149,7 +148,7 @@ class Runner:
         self.linear = StackedLinear(template, own=own)
         self.small_products = has_small_products(template)
         self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
-        self.cut, self.own_tensors = RowCache(), OwnTensorsCache()
+        self.own_tensors = OwnTensorsCache()
         self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
 
     def run_context(self) -> AbstractContextManager[object]:
@@ -177,14 +176,14 @@ class Runner:
         """one(row) for each of `count` rows, stacked, by vmap, or by a loop if vmap fails."""
         if (how or self.how) == "loop" or count == 1:
             owner, lanes = self.lanes or (None, ONE_LANE)
-            return loop(one, self.cut(rows, count), lanes if owner == threading.get_ident() else ONE_LANE)
+            return loop(one, map(rows.member_row, range(count)), lanes if owner == threading.get_ident() else ONE_LANE)
 
         def run_vectorised() -> Any:
             with self.vmap_context(device):
                 return run_by_vmap(one, rows, count)
 
         return FallbackChain(
-            self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, self.cut(rows, count))
+            self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, map(rows.member_row, range(count)))
         )()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
@@ -197,7 +196,7 @@ class Runner:
         except CheckpointError as error:
             where = "in the backward pass, got other values; remove activation checkpointing"
             raise ValueError(f"expected activations that can be recomputed {where}") from error
-        self.recomputes = self.recomputes is not None or any(buffer._version for buffer in buffers.values())
+        self.recomputes = self.recomputes is not None or any(version_of(buffer) for buffer in buffers.values())
         return found
 
     def note_fallback(self, _: str, reason: str, *args: object) -> None:

@@ -47,7 +47,6 @@ from dissensus.utils.tensor_tree import (
     Tensors,
     TensorTree,
     assign_tensors,
-    cache_submodules,
     call_with_tensors,
     named_tensors,
 )
@@ -79,9 +78,8 @@ class Particles(nn.Module):
         # By number of the template, with what they were found for: the caller's module may change.
         self._places: dict[int, tuple[object, TensorPlaces]] = {}
         self._forward_attributes = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
-        self.fully_sharded = sharding.is_fully_sharded(
-            self.template.network
-        )  # divided by torch, which gathers layers itself
+        # divided by torch, which gathers layers itself
+        self.fully_sharded = sharding.is_fully_sharded(self.template.network)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._logged_names: set[str] = set()
 
@@ -93,7 +91,6 @@ class Particles(nn.Module):
         # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
         self.divided = any(map(sharding.is_divided, chain(stacked.values(), tensors_by_name(self.shared).values())))
         self.wraps_original = self.shared is self.template  # whether the one member is the caller's module itself
-        cache_submodules(self, "own", "shared")
         if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 
@@ -222,10 +219,6 @@ class Particles(nn.Module):
     def stored_once(self) -> dict[str, bool]:
         """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
         return {name: name in self._frozen for name in tensors_by_name(self.shared)}
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
-        self.runner.cut.known = None  # frees the memory of tensors that are replaced
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         warn_of_state(self)

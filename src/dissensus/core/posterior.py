@@ -36,6 +36,7 @@ from dissensus.utils.checks import pixel_warning
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
+from dissensus.utils.torch_private import MODULE_CALL, buffers_of, children_of
 
 log = logging.getLogger("dissensus")
 RAW_OUTPUTS = "posterior(x) gives every member's raw outputs: use posterior.predict(x), or for them posterior.draw()(x)"
@@ -233,7 +234,7 @@ class Posterior(TrainableModule, ABC):
     @final
     def device(self) -> torch.device:
         """Where the posterior's tensors are."""
-        return self._buffers["temperature"].device  # type: ignore[union-attr]
+        return buffers_of(self)["temperature"].device
 
     @final
     def transform_inputs(self, x: Any) -> Inputs:
@@ -279,12 +280,12 @@ class Posterior(TrainableModule, ABC):
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape (B, *out) of one member's outputs for x; found by running it once per shape of x."""
-        return self._known.output_shape(x, self._run_first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
+        return self._known.output_shape(x, self._run_first_member, buffers_of(self)["temperature"].dtype)
 
     @final
     def check_inputs(self, x: Inputs) -> None:
         """Raises if the network fails on x, or x has no batch axis; runs one example per shape of x."""
-        self._known.check(x, self._run_first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
+        self._known.check(x, self._run_first_member, buffers_of(self)["temperature"].dtype)
 
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
@@ -326,7 +327,7 @@ def inference_context(posterior: Posterior) -> Iterator[None]:
     particles = expect_posterior(posterior).particles
     random = preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random, ahead=True)
     with particles.lock_network(), random, torch.set_grad_enabled(False):
-        parts = posterior.known_parts(*posterior._modules.values(), *particles.templates, trees=False)
+        parts = posterior.known_parts(*children_of(posterior).values(), *particles.templates, trees=False)
         with eval_mode(posterior, *particles.templates, parts=[posterior, *parts]):
             yield
 
@@ -448,7 +449,7 @@ def _layer_error(error: Exception, x: Inputs, particles: Particles) -> ValueErro
     inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     layer, home = inside[-1].f_locals["self"], inside[-1].f_globals["__name__"]
     name = next((name for name, part in particles.template.network.named_modules() if part is layer), None)
-    calls = [f.f_locals for f in inside if f.f_code.co_name == "_call_impl" and f.f_locals["self"] is layer]
+    calls = [f.f_locals for f in inside if f.f_code.co_name == MODULE_CALL and f.f_locals["self"] is layer]
     torchs = home.startswith("torch.nn.") or (home.startswith("dissensus.layers.") and isinstance(error, RuntimeError))
     if name is None or not calls or not torchs or type(error) is NotImplementedError:
         return None

@@ -26,7 +26,8 @@ from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
-from dissensus.utils.tensor_tree import Tensors, cache_submodules, known_submodules
+from dissensus.utils.tensor_tree import Tensors, known_submodules
+from dissensus.utils.torch_private import children_of
 
 
 class Watchers(nn.ModuleList):
@@ -77,7 +78,6 @@ class TrainableModule(CalibratedModule):
         self.network_is_random = False  # whether the network itself draws random numbers in eval mode
         self.mesh: Any = None  # a `Mesh` of processes that predict together; "independent": each has its own model
         self.particles = particles
-        cache_submodules(self, "particles")
         self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
         # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
         hooks: tuple[Literal["couple", "mix"], ...] = ("couple", "mix")
@@ -105,7 +105,7 @@ class TrainableModule(CalibratedModule):
     @final
     def recorders(self) -> list[Recorder]:
         """The recorders of this method."""
-        return [part for part in self._modules.values() if isinstance(part, Recorder)]
+        return [part for part in self.children() if isinstance(part, Recorder)]
 
     @property
     @final
@@ -170,7 +170,7 @@ class TrainableModule(CalibratedModule):
 
         For what a method counts in Python (batch sizes, steps). Evaluation does not call it.
         """
-        for watcher in self._modules["watchers"]:  # type: ignore[union-attr]
+        for watcher in children_of(self)["watchers"]:
             watcher.before_step(batch)
 
     def couple(self, z: Any) -> Any:

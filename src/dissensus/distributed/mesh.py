@@ -25,7 +25,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import count_examples
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
@@ -36,7 +35,7 @@ from dissensus.utils.checks import integer, one_of
 from dissensus.utils.process_group import MissingRankError, is_connected, run_collective, world_size
 from dissensus.utils.progress import set_reporting_check
 from dissensus.utils.sharding import check_copyable
-from dissensus.utils.torch_private import group_timeout, set_group_timeout
+from dissensus.utils.torch_private import group_timeout, parameters_of, pytree, set_group_timeout
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]
@@ -331,14 +330,14 @@ def shard(network: Network, mesh: Mesh) -> Network:
     network.to(mesh.device)
     made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for part in network.modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             if parameter is None or not parameter.ndim or not parameter.is_floating_point():
                 continue
             if id(parameter) not in made:
                 longest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis])
                 parts = distribute_tensor(parameter.detach(), mesh.device_mesh["data"], [Shard(longest)])
                 made[id(parameter)] = nn.Parameter(parts, requires_grad=parameter.requires_grad)
-            part._parameters[name] = made[id(parameter)]
+            parameters_of(part)[name] = made[id(parameter)]
     return network
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE, Exchange
@@ -26,6 +25,7 @@ from dissensus.distributed.sync_batch_norm import synchronise_norms
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.sharding import is_divided
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import pytree
 
 # Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has
 Plan = tuple[list[replayed_rng.Draw], list[tuple[int | None, int]]]
@@ -133,9 +133,8 @@ class MeshExchange(Exchange):
 
     @contextmanager
     def loop_context(self) -> Iterator[None]:
-        noise = (
-            self._noise if self.splits_members else None
-        )  # of members that lie elsewhere it is drawn before and after
+        # Of members that lie elsewhere it is drawn before and after.
+        noise = self._noise if self.splits_members else None
         try:
             if noise is not None:
                 noise.paused = True  # all at once may have failed, whose draws were others

@@ -271,8 +271,6 @@ class TrainingPartition:
 
     def take_local_rows(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
-        if self.mesh is None:
-            return batch
         data, size, weight = self.mesh.data, batch.size, example_weights(self.posterior, batch)
         if data.group is None:
             self.exchange.local_batch = LocalBatch(size, slice(0, size))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch, count_examples, map_tensors
-from dissensus.utils.torch_private import TorchDispatchMode
+from dissensus.utils.torch_private import DispatchMode
 
 aten = torch.ops.aten
 # Operations by what says the shape of what they draw: their first tensor, or a list of sizes.
@@ -63,7 +63,7 @@ def drawn_shape(func: Any, args: tuple[Any, ...]) -> torch.Size:
     return found.shape if found is not None else torch.Size(sizes or ())
 
 
-class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawRecorder(DispatchMode):
     """Inside, random operations are noted, in their order."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def plan_draws(two: list[Draw], three: list[Draw]) -> list[Draw]:
     return two
 
 
-class FullBatchNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FullBatchNoise(DispatchMode):
     """Inside, random operations of this plan draw for the whole batch and all members, and give what lies here.
 
     `members`: (M, which lie here), where all run at once; `rows`: (B, which lie here).

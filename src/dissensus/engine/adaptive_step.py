@@ -8,14 +8,14 @@ from dissensus.core.batch import Batch
 from dissensus.engine.break_even import MANY, BreakEven, is_deterministic, known_pace, may_pay
 from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import UNMEASURED
-from dissensus.engine.strategies import (
+from dissensus.engine.strategies import (  # fmt: skip
     Plan,
     compiled_plan,
     make_plan,
     make_strategy,
     may_compile,
     plain_plan,
-)  # fmt: skip
+)
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
 
 

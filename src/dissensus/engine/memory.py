@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
@@ -18,7 +17,7 @@ from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.training_step import autocast, request_key
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.text import format_bytes as format_bytes
-from dissensus.utils.torch_private import free_cublas_workspaces
+from dissensus.utils.torch_private import free_cublas_workspaces, pytree
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 # glibc returns freed tensors above 32 MiB to the system at once; of smaller ones, allocated and freed in every step, its heap

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
@@ -42,7 +42,7 @@ from dissensus.engine.training_step import autocast, request_key
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_private import raise_at_recompile_limit
+from dissensus.utils.torch_private import ConvNd, raise_at_recompile_limit
 
 log = logging.getLogger("dissensus")
 
@@ -222,7 +222,7 @@ def make_plan(
 def may_compile(posterior: Posterior) -> bool:
     """Whether compiling may help: neither convolutions on a CPU, which are library calls, nor members that differ."""
     first, *others = posterior.particles.templates
-    convolutional = any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules())
+    convolutional = any(isinstance(part, ConvNd) for part in first.modules())
     return not others and (posterior.device.type == "cuda" or not convolutional)
 
 

@@ -15,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
-from dissensus.utils.torch_private import TorchStateGuard, fold_vmap_axis, has_vmap_axis
+from dissensus.utils.torch_private import EXPORT_LOGGERS, TorchStateGuard, fold_vmap_axis, has_vmap_axis, schema_of
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 ROW_BY_ROW = (  # functions that act on each row of a batch, without weights
@@ -67,7 +67,7 @@ def trace(
     size = Dim("batch", min=1)
     shapes = (tuple({**dict.fromkeys(free, Dim.DYNAMIC), 0: size} for free in axes or [()] * len(given)),)
     # torch logs and prints whole graphs if tracing fails; the caller tries another way or raises.
-    with TorchStateGuard("torch.fx.experimental.symbolic_shapes", "torch._export"):
+    with TorchStateGuard(*EXPORT_LOGGERS):
         # Strict tracing refuses most modules.
         exported = torch.export.export(TracedModule(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
         return exported.run_decompositions(forms or {})  # remaining vmap operations become plain
@@ -84,7 +84,7 @@ def _draws(node: torch.fx.Node) -> bool:
     """Whether an operation draws random numbers; fused attention, which torch counts among these, does only to drop."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 

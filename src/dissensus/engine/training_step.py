@@ -26,7 +26,7 @@ from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
 from dissensus.utils.parameter_groups import clip_members, count_optimizer_step
 from dissensus.utils.sharding import local_part
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_private import flatten_all, unflatten_all
+from dissensus.utils.torch_private import flatten_all, unflatten_all, unscale_tensors
 
 
 class EagerStep:
@@ -47,7 +47,7 @@ class EagerStep:
         self.pending = 0  # batches accumulated since the last step
         self.accumulated_weight = torch.zeros(())  # total weight of their examples
         self._restore = use_fused_kernels(optimizer)
-        self._parameters = list(posterior.parameters())  # found once: it takes as long as a small layer
+        self._trained = list(posterior.parameters())  # found once: it takes as long as a small layer
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
     def __call__(self, batch: Batch, *, observe: bool = True) -> Tensor:
@@ -58,7 +58,7 @@ class EagerStep:
         if self.pending == 0:
             # Zeroed before backward, not after the step, because recorders read gradients in observe. All gradients, not only
             # those of the optimiser: the others would grow from step to step, and they count in the norm for clipping.
-            for parameter in self._parameters:
+            for parameter in self._trained:
                 parameter.grad = None
             self.guard.begin(several=self.accumulate > 1)
         number, self.pending = self.pending + 1, 0  # if this batch raises, the accumulated ones are dropped
@@ -172,7 +172,7 @@ class Guard:
         """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
         self.checks_at_once = self.host or not self.has_stepped or not can_skip(self.optimizer)
         # With one batch, statistics are written once it is known to be good; with several, a copy is needed to restore them.
-        self._saved_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
+        self._saved_buffers = {name: buffer.clone() for name, buffer in self.buffers().items()} if several else None
         self._unmixed = None
 
     def check_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
@@ -221,7 +221,7 @@ class Guard:
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
         if buffers and not self.checks_at_once:
-            before = self._saved_buffers or self._buffers()
+            before = self._saved_buffers or self.buffers()
             changed = {name: each for name, each in buffers.items() if name in before}
             buffers = _restore_if_flagged(self.halted, changed, before)
         self.posterior.particles.write_buffers(buffers)
@@ -229,7 +229,7 @@ class Guard:
     def restore_buffers(self) -> None:
         """Restores the batch statistics from before the step's first batch if a later batch was bad."""
         if self._saved_buffers is not None:
-            buffers = _restore_if_flagged(self.halted, self._buffers(), self._saved_buffers)
+            buffers = _restore_if_flagged(self.halted, self.buffers(), self._saved_buffers)
             self.posterior.particles.write_buffers(buffers)
 
     def skip_bad_step(self) -> AbstractContextManager[object]:
@@ -292,7 +292,7 @@ class Guard:
             numbers = [number for number, bad in enumerate(members) if bad]
             raise Diverged(numbers, int(self.posterior.steps) + 1, what.partition(",")[0])
 
-    def _buffers(self) -> Tensors:
+    def buffers(self) -> Tensors:
         """Buffers that training changes, each (M, ...)."""
         particles = self.posterior.particles
         shared = {name: buffer[None] for name, buffer in particles.shared_buffers().items()}
@@ -351,7 +351,7 @@ def _flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> No
     with torch.no_grad():
         for dtype in {tensor.dtype for tensor in tensors}:
             given = [tensor for tensor in tensors if tensor.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
+            unscale_tensors(given, flag, one)
 
 
 class CapturedStep(CapturedCalls):

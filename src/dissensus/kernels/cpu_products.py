@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.utils.torch_private import ConvNd
+
 SMALL = 2**19  # most weights of a linear layer for which oneDNN is avoided
 
 
@@ -30,7 +32,7 @@ def has_small_products(network: nn.Module) -> bool:
     if not is_on_arm() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     layers = list(network.modules())
-    if any(isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase) for layer in layers):
+    if any(isinstance(layer, ConvNd | nn.RNNBase) for layer in layers):
         return False
     sizes = [layer.in_features * layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
     return bool(sizes) and max(sizes) <= SMALL
@@ -76,7 +78,7 @@ def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
 
     Under vmap stacked kernels become slow grouped convolutions. Own factors are cheaper on a kernel than on activations.
     """
-    layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
+    layers = (module for module in template.modules() if isinstance(module, ConvNd))
     return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))
 
 

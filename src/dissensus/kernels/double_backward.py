@@ -31,7 +31,7 @@ from torch import Tensor
 from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm, thread
 from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import materialise
-from dissensus.utils.torch_private import keep_signature, will_run
+from dissensus.utils.torch_private import will_run
 
 aten = torch.ops.aten
 SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
@@ -125,7 +125,6 @@ def _cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-@keep_signature
 class _Convolution(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -164,7 +163,6 @@ def _leads_to_inputs(ctx: Any, i: int) -> bool:
     return will_run(node)
 
 
-@keep_signature
 class _ConvolutionGradient(torch.autograd.Function):
     """w ∗ᵀ t, the gradient of a convolution by x; of x only the shape is used."""
 
@@ -220,7 +218,6 @@ def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
     return _BatchNorm.apply(x, weight, bias, mean, var, momentum, eps)[0]  # type: ignore[no-untyped-call]
 
 
-@keep_signature
 class _BatchNorm(torch.autograd.Function):
     """(y, m, r); running statistics are updated in place."""
 
@@ -247,7 +244,6 @@ class _BatchNorm(torch.autograd.Function):
         return *pull(gradients[0], *ctx.saved_tensors, ctx.eps), None, None, None, None
 
 
-@keep_signature
 class _BatchNormGradient(torch.autograd.Function):
     """(J t, Σ x̂ t, Σ t): the gradients by x, weight and bias."""
 

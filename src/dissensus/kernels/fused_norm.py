@@ -20,7 +20,7 @@ from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
 from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
-from dissensus.utils.torch_private import in_function_transform
+from dissensus.utils.torch_private import in_function_transform, version_of
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
@@ -163,7 +163,7 @@ class Recomputation(NamedTuple):
     def of_tensor(tensor: Tensor) -> "Recomputation | None":
         """That of a tensor that nobody has changed."""
         again: Recomputation | None = getattr(tensor, "again", None)
-        return again if again is None or tensor._version == 0 else None
+        return again if again is None or version_of(tensor) == 0 else None
 
 
 class _FusedNorm(torch.autograd.Function):

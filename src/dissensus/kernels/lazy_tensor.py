@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from dissensus.utils.torch_private import pytree, tensor_without_memory, version_of
 
 RELUS: dict[Any, bool] = dict.fromkeys((F.relu, torch.relu, Tensor.relu), False)  # function -> whether in place
 RELUS |= dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), True)
@@ -60,10 +61,10 @@ class PendingTensor(Tensor):
     def __new__(
         cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Iterable[Tensor | None]
     ) -> "PendingTensor":
-        self: PendingTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self: PendingTensor = tensor_without_memory(cls, shape, dtype=dtype, device=device)
         self.facts, self.graph, self.result = (shape, dtype, device), torch.is_grad_enabled(), None
         known = [each for each in read if each is not None and not isinstance(each, PendingTensor)]
-        self.source_versions = [(each, each._version) for each in known]
+        self.source_versions = [(each, version_of(each)) for each in known]
         _thread.pending_tensors.add(self)
         return self
 
@@ -89,7 +90,7 @@ class PendingTensor(Tensor):
 
     def check_unchanged(self) -> None:
         """Raises if a tensor that this one is computed from was written to meanwhile: the layer would have run before."""
-        if any(each._version != before for each, before in self.source_versions):
+        if any(version_of(each) != before for each, before in self.source_versions):
             raise FusionError("a layer's result is read after its input has been changed in place")
 
     @classmethod

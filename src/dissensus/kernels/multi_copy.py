@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dissensus.utils.torch_private import in_function_transform
+from dissensus.utils.torch_private import copy_tensors, in_function_transform
 
 
 def copy_by_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         return
     alike = [*map(Tensor.stride, targets)] == [*map(Tensor.stride, sources)]
     if not targets[0].is_cuda or (alike and len({each.dtype for each in (*targets, *sources)}) == 1):
-        torch._foreach_copy_(list(targets), list(sources))
+        copy_tensors(list(targets), list(sources))
         return
     groups: defaultdict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
@@ -43,4 +43,4 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         group[0].append(target)
         group[1].append(source)
     for group in groups.values():
-        torch._foreach_copy_(*group)
+        copy_tensors(*group)

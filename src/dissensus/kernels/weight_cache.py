@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from dissensus.utils.torch_private import TorchDispatchMode
+from dissensus.utils.torch_private import CAST, DispatchMode, pytree, version_of
 
 LEAST = 2**14  # numbers in a tensor below which a cast costs next to nothing
 Found = TypeVar("Found")
@@ -52,7 +51,7 @@ class WeightCache:
         if not all(address in self._weights for address in addresses):
             return make(*tensors)
         known, parts = self._found.get(key := (what, *places), (None, []))
-        if known is not None and all(each._version == before for each, before in parts):
+        if known is not None and all(version_of(each) == before for each, before in parts):
             return known
         if known is not None:  # changed since
             return make(*tensors)
@@ -62,18 +61,18 @@ class WeightCache:
             rows = _results_by_row(what, stacks, made) if stacks else {key: made}
             self._found |= {each: (row, _with_versions(row)) for each, row in rows.items()}
             self._made += _with_versions(made)
-            self._versions |= {address: self._version(address) for address in addresses}
+            self._versions |= {address: self._total_version(address) for address in addresses}
         for tensor in () if _thread.replay_stream is None else pytree.tree_leaves(made):
             tensor.record_stream(_thread.replay_stream)
         return rows[key]
 
     def is_fresh(self) -> bool:
         """Whether neither the weights nor what was computed from them has been written to since."""
-        intact = all(each._version == before for each, before in self._made)
-        return intact and all(self._version(address) == before for address, before in self._versions.items())
+        intact = all(version_of(each) == before for each, before in self._made)
+        return intact and all(self._total_version(address) == before for address, before in self._versions.items())
 
-    def _version(self, address: int) -> int:
-        return sum(tensor._version for tensor in self._weights[address])
+    def _total_version(self, address: int) -> int:
+        return sum(version_of(tensor) for tensor in self._weights[address])
 
     def _stacks(self, tensors: Sequence[Tensor | None]) -> "list[_Stack | None]":
         """For each tensor the weight whose row it is, if all of them are the same row; else nothing."""
@@ -114,7 +113,7 @@ def _results_by_row(what: Hashable, stacks: "list[_Stack | None]", made: tuple[T
 
 
 def _with_versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(each, each._version) for each in pytree.tree_leaves(tree)]
+    return [(each, version_of(each)) for each in pytree.tree_leaves(tree)]
 
 
 class _Thread(threading.local):
@@ -154,20 +153,16 @@ def compute_cached(what: Hashable, tensors: Parts, make: Callable[..., Found], *
     return make(*tensors) if kept is None else kept.find(what, tensors, make, by_rows=by_rows)
 
 
-class _CastCacheMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CastCacheMode(DispatchMode):
     """Answers casts of weights; what is cast, and to what, is autocast's choice, and so are the bits."""
 
     def __init__(self, kept: WeightCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `RandomnessDetector`
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.ops.aten._to_copy.default:
+        if func is not CAST:
             return func(*args, **kwargs)
         source, dtype = args[0], kwargs.get("dtype")
         others = {name: each for name, each in kwargs.items() if each not in (None, False, dtype, source.device)}

@@ -15,7 +15,7 @@ from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.utils.batch_norm_names import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
-from dissensus.utils.torch_private import is_transformed, keep_signature
+from dissensus.utils.torch_private import axes_check_of, is_transformed
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ class FrozenNorm(ConvertedLayer):
         usable = wanted and kernels.channel_layout(input) is not None and all(each is not None for each in tensors)
         if not usable or is_transformed(*tensors) or input.shape[1] != len(layer.weight):  # a kernel reads that many
             return super().forward(input)
-        layer._check_input_dim(input)
+        axes_check_of(layer)(input)
         return _NormaliseFunction.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]
 
 
@@ -115,7 +115,6 @@ def freeze_norms(member: Member) -> None:
             convert_layer(layer, FrozenNorm)
 
 
-@keep_signature
 class _NormaliseFunction(torch.autograd.Function):
     """y = (x − μ) / √(σ² + ε) · w + b, with μ and σ² constant."""
 

@@ -9,15 +9,13 @@ registered, and each is assumed to be read by other modules.
 
 import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from dissensus.utils.network_outputs import named_output
-from dissensus.utils.torch_private import TorchDispatchMode
+from dissensus.utils.torch_private import DispatchMode, forward_hooks_of, pytree
 
 # Operations that use only the dtype, device or size of a tensor.
 VALUE_FREE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like")
@@ -67,7 +65,7 @@ def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None
     def step(name: str, inside: list[str]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             called = [each for each in wanted if each == name or each in inside]
-            symbols = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, fx.Proxy)]
+            symbols = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, fx.Proxy)]
             if not symbols:
                 raise TypeError("no symbol")
             made = tracer.create_proxy("call_function", step, tuple(symbols), {})
@@ -81,7 +79,8 @@ def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None
         network = copy.deepcopy(network, {id(parameter): parameter for parameter in network.parameters()})
         tracer.root = network
         for name, part in network.named_modules():
-            part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
+            for hooks in forward_hooks_of(part):
+                hooks.clear()
             # Layers inside a module of torch (attention, transformers) count as called where that module is, because its
             # forward reads sizes. A Sequential only calls its parts, one after the other.
             leaf = type(part).__module__.startswith("torch.nn") and not isinstance(part, nn.Sequential)
@@ -99,7 +98,7 @@ def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None
     with_symbols = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
     used.ids |= {id(parameter) for name, parameter in network.named_parameters() if name in with_symbols}
     read = {name for name in wanted if any(id(p) in used.ids for p in network.get_submodule(name).parameters())}
-    last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
+    last = [each.node for each in pytree.tree_leaves(result) if isinstance(each, fx.Proxy)]
     first = [node for node in places if not _next_layers(node.all_input_nodes, places, "all_input_nodes")]
     stems = [places[node][0] for node in first]
     return TracedCalls(met, read, list(dict.fromkeys(stems)), _output_layers(last, places) or met[-1:], places, last)
@@ -130,7 +129,7 @@ def _next_layers(
     return found
 
 
-class _UsedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _UsedTensors(DispatchMode):
     """Inside, records the tensors that operations use, also detached, under no_grad or as a number."""
 
     def __init__(self) -> None:
@@ -139,5 +138,5 @@ class _UsedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.name().startswith(VALUE_FREE):
-            self.ids |= {id(each) for each in tree_leaves((args, kwargs))}
+            self.ids |= {id(each) for each in pytree.tree_leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))

@@ -7,7 +7,6 @@ dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the
 
 import copy
 from abc import ABC
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,6 +24,7 @@ from dissensus.nets.blocks import NTKLinear
 from dissensus.utils.batch_norm_names import NORM_LAYERS
 from dissensus.utils.checks import first_names
 from dissensus.utils.sharding import check_copyable
+from dissensus.utils.torch_private import FORWARDS, forward_hooks_of, parameters_of
 
 
 @dataclass
@@ -172,7 +172,8 @@ def fold_layers(network: nn.Module) -> nn.Module:
         _restore_plain_layer(layer)
         if read is not None:
             own = copy.deepcopy(layer)
-            own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
+            for hooks in forward_hooks_of(own):
+                hooks.clear()
             for name, tensor in read.items():
                 setattr(layer, name, tensor)
             convert_layer(layer, SeparateWeights).own = own
@@ -203,7 +204,7 @@ def _skip_reasons(network: nn.Module) -> dict[str, str]:
     found: dict[str, str | None] = {}
     readers = {name: type(part).__name__ for name, part in network.named_modules() if isinstance(part, READERS)}
     for name, part in network.named_modules():
-        held = any(parameter is not None for parameter in part._parameters.values())
+        held = any(parameter is not None for parameter in parameters_of(part).values())
         if isinstance(part, ConvertedLayer):
             raise ValueError(f"expected a plain network, got {name or 'one'} already converted; pass the original one")
         if isinstance(part, CONVERTIBLE):
@@ -224,13 +225,13 @@ def _skip_reasons(network: nn.Module) -> dict[str, str]:
 def _fault_of_layer(part: nn.Module) -> str | None:
     """Why a layer of a type that can be converted cannot be; None if it can."""
     kind = next(each for each in CONVERTIBLE if isinstance(part, each))
-    names, mine = ("forward", "_conv_forward"), type(part)
+    mine = type(part)
     kind = mine if kind is TransposedLinear else kind
-    if any(getattr(mine, name, None) is not getattr(kind, name, None) or name in vars(part) for name in names):
+    if any(getattr(mine, name, None) is not getattr(kind, name, None) or name in vars(part) for name in FORWARDS):
         return f"{type(part).__name__} has its own forward"
-    if not isinstance(part._parameters.get("weight"), Tensor):
+    if not isinstance(parameters_of(part).get("weight"), Tensor):
         return "its weight is computed from others (a parametrization or weight norm)"
-    if part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
+    if part.bias is not None and not isinstance(parameters_of(part).get("bias"), Tensor):
         return "its bias is computed from others (a parametrization)"
     return None
 

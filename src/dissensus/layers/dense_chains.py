@@ -15,13 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.layers.factored import ModulatedLayer
-from dissensus.utils.torch_private import has_memory, is_transformed, run_outside_vmap, unwrap_innermost_vmap
+from dissensus.utils.torch_private import has_hooks, has_memory, is_transformed, run_outside_vmap, unwrap_innermost_vmap
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Given = Sequence[Tensor | None]  # x, then W, b, r, s of every layer; b and s may be None
 
 
@@ -32,7 +30,7 @@ class ChainedLayers(ConvertedLayer):
     members_at_once: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        parts: list[Any] = list(self._modules.values())  # also those that occur twice
+        parts: list[Any] = list(self)  # type: ignore[call-overload]  # an `nn.Sequential`, whose parts may occur twice
         for run in split_into_runs(parts) if self.members_at_once and _can_chain(input) else ([part] for part in parts):
             found = _run_all_members(input, run[::2]) if len(run) > 1 else None
             if found is None:
@@ -58,7 +56,7 @@ def split_into_runs(parts: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
         if _is_modulated_linear(left[0]):
             while len(left) > length + 1 and type(left[length]) is nn.ReLU and _is_modulated_linear(left[length + 1]):
                 length += 2
-        if any(any(getattr(part, hooks) for hooks in HOOKS) for part in left[:length]):
+        if any(map(has_hooks, left[:length])):
             length = 1
         yield left[:length]
         del left[:length]
@@ -70,7 +68,7 @@ def _is_modulated_linear(part: Any) -> bool:
 
 def _can_chain(input: Tensor) -> bool:
     plain = input.ndim == 2 and not torch.is_autocast_enabled(input.device.type)
-    return plain and not (torch.compiler.is_compiling() or any(getattr(modules, f"_global{hooks}") for hooks in HOOKS))
+    return plain and not torch.compiler.is_compiling()
 
 
 def _run_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer, TransposedLinear, convert_layer
-from dissensus.utils.torch_private import is_transformed, keep_signature
+from dissensus.utils.torch_private import convolve, is_transformed, output_padding
 
 
 def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
@@ -23,7 +23,6 @@ def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
     return _ScaleChannels.apply(x, factors, alone)  # type: ignore[no-untyped-call]
 
 
-@keep_signature
 class _ScaleChannels(torch.autograd.Function):
     """y = x ∘ s that saves y, which the next layer saves as well, while autograd would also save x.
 
@@ -142,10 +141,10 @@ class FactoredLayer(ConvertedLayer):
         if isinstance(self, nn.Linear):
             return F.linear(input, *kernel)
         if not isinstance(self, TRANSPOSED):
-            return layer._conv_forward(input, *kernel)
+            return convolve(layer, input, *kernel)
         places = kernel.weight.ndim - 2
         settings = (layer.stride, layer.padding, layer.kernel_size, places, layer.dilation)
-        padding = layer._output_padding(input, output_size, *settings)
+        padding = output_padding(layer, input, output_size, *settings)
         function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
         return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 

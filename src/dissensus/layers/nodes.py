@@ -16,7 +16,7 @@ from dissensus.layers import conversion
 from dissensus.layers.call_order import trace_calls
 from dissensus.layers.factored import FactoredLayer, Factors, Kernel, features
 from dissensus.utils.checks import one_of
-from dissensus.utils.torch_private import in_backward_pass
+from dissensus.utils.torch_private import in_backward_pass, version_of
 
 Mode = Literal["in", "out", "both"]
 MODES = get_args(Mode)
@@ -41,7 +41,7 @@ class NodeLayer(FactoredLayer):
             raise ValueError(f"expected a layer that runs only in the forward pass, got {got}; {hint}")
         outputs = super().forward(input, *args, **keywords)
         if self.seen is not None:
-            self.seen.append((outputs, _version(outputs)))
+            self.seen.append((outputs, _count_writes(outputs)))
         return outputs
 
 
@@ -134,11 +134,11 @@ def set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterabl
 
 def has_changed_output(layer: NodeLayer) -> bool:
     """Whether the output of a watched layer was modified in place."""
-    return any(_version(outputs) != version for outputs, version in layer.seen or ())
+    return any(_count_writes(outputs) != version for outputs, version in layer.seen or ())
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
+def _count_writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)  # inference tensors count no versions
 
 
 class LayerCapacity(NamedTuple):

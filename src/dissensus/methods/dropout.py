@@ -24,16 +24,15 @@ from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.layers.conversion import check_layer_names
 from dissensus.numerics.randomness import next_seed
 from dissensus.utils.checks import fraction, integer
-from dissensus.utils.tensor_tree import Tensors, named_submodules
+from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode, plain_attention
-from dissensus.utils.torch_private import replace_globals
+from dissensus.utils.torch_private import ConvNd, DropoutNd, named_submodules, replace_globals
 
 log = logging.getLogger("dissensus")
 
-DROPOUT = nn.modules.dropout._DropoutNd
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 ALPHA = (nn.AlphaDropout, nn.FeatureAlphaDropout)
-WEIGHT_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+WEIGHT_LAYERS = (nn.Linear, ConvNd)
 FUNCTIONS = {
     F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d, F.dropout3d: nn.Dropout3d,
     F.alpha_dropout: nn.AlphaDropout, F.feature_alpha_dropout: nn.FeatureAlphaDropout,
@@ -209,7 +208,7 @@ def dropout_sites(network: nn.Module, rate: float | None, layers: Sequence[str] 
     parts = list(network.named_modules())
     rates = {name: held_rate(part) for name, part in parts}
     dropping = [(name, part) for name, part in parts if rates[name] > 0]
-    modules = {name: rates[name] for name, part in dropping if isinstance(part, DROPOUT)}
+    modules = {name: rates[name] for name, part in dropping if isinstance(part, DropoutNd)}
     if rate is None:
         recurrent = [name for name, part in parts if isinstance(part, nn.RNNBase) and part.dropout]
         if recurrent:
@@ -233,7 +232,7 @@ def dropout_sites(network: nn.Module, rate: float | None, layers: Sequence[str] 
 
 def held_rate(part: nn.Module) -> float:
     """The rate at which a module drops its output, or that it holds for functional dropout in its forward; 0 if none."""
-    if isinstance(part, DROPOUT):
+    if isinstance(part, DropoutNd):
         return part.p
     if is_drop_path(part):
         return float(vars(part).get("drop_prob") or vars(part).get("p") or 0.0)
@@ -244,7 +243,7 @@ def held_rate(part: nn.Module) -> float:
         return 0.0  # in training mode it would skip layers by random numbers that nobody can fix
     held = [value for name, value in numbers.items() if not re.search("path|layer_?drop|drop_prob", name)]
     if "attention" in type(part).__name__.lower():  # which reads the rate of a module that it does not call
-        held += [child.p for child in part.children() if isinstance(child, DROPOUT)]
+        held += [child.p for child in part.children() if isinstance(child, DropoutNd)]
     return max((value for value in held if value < 1), default=0.0)
 
 
@@ -265,7 +264,7 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
         return change(f"{name}#{calls[name] - 1}", tensor, layer, rate)
 
     def hook(name: str, part: nn.Module, rate: float) -> None:
-        if isinstance(part, DROPOUT) or is_drop_path(part):
+        if isinstance(part, DropoutNd) or is_drop_path(part):
             handles.append(part.register_forward_hook(lambda _, __, output: change_next(name, output, part, rate)))
         elif isinstance(part, WEIGHT_LAYERS):
             handles.append(part.register_forward_pre_hook(lambda _, x: (change_next(name, x[0], part, rate), *x[1:])))
@@ -324,7 +323,7 @@ def mask_shape(layer: nn.Module, tensor: Tensor) -> tuple[int, ...]:
     """Shape of one example's mask: every unit; whole channels for channel-wise dropout and before convolutions; a branch."""
     if is_drop_path(layer):
         return (1,) * (tensor.ndim - 1)
-    whole = isinstance(layer, (*CHANNELWISE, nn.modules.conv._ConvNd)) and tensor.ndim > 2
+    whole = isinstance(layer, (*CHANNELWISE, ConvNd)) and tensor.ndim > 2
     return (tensor.shape[1], *[1] * (tensor.ndim - 2)) if whole else tuple(tensor.shape[1:])
 
 

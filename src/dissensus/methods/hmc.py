@@ -16,7 +16,6 @@ from typing import Any, Self, Unpack, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from dissensus.core import weights
 from dissensus.core.batch import Batch
@@ -34,6 +33,7 @@ from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
 from dissensus.utils.checks import fraction, integer, number
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import pytree
 
 log = logging.getLogger("dissensus")
 

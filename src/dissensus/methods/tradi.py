@@ -25,6 +25,7 @@ from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.counts import Count
 from dissensus.utils.sharding import gather_full_tensor, local_part, shard_like
 from dissensus.utils.tensor_tree import Tensors, TensorTree
+from dissensus.utils.torch_private import add_products, add_tensors, copy_tensors, version_of
 
 log = logging.getLogger("dissensus")
 
@@ -309,9 +310,9 @@ class WeightFilters(nn.Module):
         if not isinstance(rate, Tensor):
             return float(rate)
         known, version, value = self._rates.get(id(rate), (None, -1, 0.0))
-        if known is not rate or version != rate._version:
+        if known is not rate or version != version_of(rate):
             value = float(rate)
-            self._rates[id(rate)] = (rate, rate._version, value)
+            self._rates[id(rate)] = (rate, version_of(rate), value)
         return value
 
     def _gains(self, step: int) -> tuple[float, float]:
@@ -390,7 +391,7 @@ class _FilterState:
             if sum(len(each.at) for each in moved) < len(weights):
                 work.zero_()
             views = [self.work.views[i] for each in moved for i in each.at]
-            torch._foreach_copy_(views, [gradient for each in moved for gradient in each.gradients])
+            copy_tensors(views, [gradient for each in moved for gradient in each.gradients])
             # A gradient scaler skipped steps of non-finite gradients: nothing moved. Decided on the device, without waiting.
             total = work.sum()
             if work.device.type == "cpu":
@@ -402,10 +403,10 @@ class _FilterState:
             means, variances, moves = (
                 [block.flat] if one else [block.views[i] for i in at] for block in (self.mean, self.variance, self.work)
             )
-            torch._foreach_add_(means, moves, alpha=-rate)
-            torch._foreach_addcmul_(variances, moves, moves, rate**2)
+            add_tensors(means, moves, alpha=-rate)
+            add_products(variances, moves, moves, rate**2)
         # μ ← (1 − K) μ⁻ + K w = μ⁻ + K (w − μ⁻)
-        torch._foreach_copy_(self.work.views, weights)
+        copy_tensors(self.work.views, weights)
         distance = work.sub_(mean)
         mean.add_(distance, alpha=gain)
         # eq. (4) of the paper measures the variance by z = w². Not here: E[w²] is s + μ², and subtracting μ² again gives

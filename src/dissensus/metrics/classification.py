@@ -207,16 +207,14 @@ def smooth_ece_from_gaps(confidence: Tensor, gap: Tensor) -> Tensor:
     left = place.long().clamp(max=SMOOTH_POINTS - 1)  # each gap is split between two points
     sums = gap.new_zeros(SMOOTH_POINTS + 1).index_add(0, left, gap * (left + 1 - place))
     sums = sums.index_add(0, left + 1, gap * (place - left))
-    waves = torch.fft.rfft(
-        torch.cat([sums[:1], sums[1:-1] / 2, sums[-1:], sums[1:-1].flip(0) / 2])
-    )  # even, of period 2
+    # even, of period 2
+    waves = torch.fft.rfft(torch.cat([sums[:1], sums[1:-1] / 2, sums[-1:], sums[1:-1].flip(0) / 2]))
     frequency = torch.pi * torch.arange(len(waves), dtype=torch.float64, device=waves.device)
     low, high = 0.0, 1.0
     for _ in range(20):  # the integral falls with σ
         width = (low + high) / 2
-        smooth = torch.fft.irfft(
-            waves * (-0.5 * (width * frequency) ** 2).exp()
-        ).abs()  # over [0, 2]: both halves count
+        # over [0, 2]: both halves count
+        smooth = torch.fft.irfft(waves * (-0.5 * (width * frequency) ** 2).exp()).abs()
         low, high = (width, high) if smooth.sum() > width else (low, width)
     return gap.new_tensor(high)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.utils.torch_private import TorchDispatchMode
+from dissensus.utils.torch_private import DispatchMode
 
 
 class _Thread(threading.local):
@@ -87,16 +87,12 @@ def save_random_state() -> Callable[[], None]:
     return restore
 
 
-class RandomnessDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomnessDetector(DispatchMode):
     """Inside, `drew` becomes true when an operation draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_drawn = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, hundreds of modules, at the first operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn = self.has_drawn or torch.Tag.nondeterministic_seeded in func.tags

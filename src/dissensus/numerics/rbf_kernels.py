@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dissensus.numerics.lengthscales import Lengthscales
 from dissensus.utils.checks import one_of
+from dissensus.utils.torch_private import pytree
 
 # With the median bandwidth the force grows like 1/distance; this least squared bandwidth bounds it.
 FLOOR = 1e-5

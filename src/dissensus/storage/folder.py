@@ -38,6 +38,7 @@ from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides,
 from dissensus.utils.module_state import differing_attribute
 from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.shared_tensors import copy_sharing_tensors, memory_place
+from dissensus.utils.torch_private import copy_with
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
@@ -85,8 +86,7 @@ def save(
         got = f"a difference in '{other or 'modes'}'"
         raise ValueError(f"expected members that differ only in registered tensors, got {got}; register it as a buffer")
     drop_stale_guarantees(posterior)
-    posterior = copy.copy(posterior)
-    posterior._modules = {**posterior._modules, "watchers": Watchers()}  # these are saved one by one
+    posterior = copy_with(posterior, {}, {"watchers": Watchers()})  # these are saved one by one
     with posterior.particles.lock_network():
         tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.

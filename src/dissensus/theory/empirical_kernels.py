@@ -26,6 +26,7 @@ from dissensus.nets.blocks import NTKLinear
 from dissensus.theory.kernel_inputs import check_budget, checked_pair
 from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import TensorPlaces, call_with_tensors
+from dissensus.utils.torch_private import BatchNorm, DropoutNd, forward_hooks_of, parameters_of
 
 Params = dict[str, Tensor]
 OneInput = Callable[[Params, Tensor], Tensor]  # one input -> (O,)
@@ -165,9 +166,9 @@ def layerwise_kernel(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int
 
 def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[Layer]:
     """Every trained Linear's inputs and signals for x."""
-    held = [id(p) for each in linear for p in (each._parameters.get("weight"), each.bias) if p is not None]
+    held = [id(p) for each in linear for p in (parameters_of(each).get("weight"), each.bias) if p is not None]
     other = any(p.requires_grad and id(p) not in held for p in network.parameters())
-    if other or len(held) != len(set(held)) or any(each._forward_hooks or each._forward_pre_hooks for each in linear):
+    if other or len(held) != len(set(held)) or any(any(forward_hooks_of(each)) for each in linear):
         raise ValueError("expected plain Linear layers, got hooks, shared weights, or parameters of other layers")
     seen: dict[Dense, tuple[Tensor, Tensor]] = {}
 
@@ -203,7 +204,7 @@ Way = Callable[..., Tensor]
 PLAIN = partial(contraction, plain=True)
 WAYS: dict[str, list[Way]] = {"structured": [layerwise_kernel], "products": [products]}
 WAYS["jacobian"] = [contraction, PLAIN]
-_MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+_MIXES = (BatchNorm, DropoutNd)
 
 
 def empirical_ntk(

@@ -46,9 +46,9 @@ from dissensus.theory.kernel_inputs import check_examples
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import plain_attention
+from dissensus.utils.torch_private import NormBase
 
-BATCH_NORM = nn.modules.batchnorm._NormBase
-NORMS = (BATCH_NORM, nn.LayerNorm, nn.GroupNorm)
+NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm)
 APART = 0.1  # if the two extremes differ by more, the answer is unknown
 ONES = torch.ones(2, 1)  # factors of a layer without factors, for any two members
 
@@ -78,7 +78,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
     parts = dict(network.named_modules())
     # Norms that do not normalise the size.
     fixed = {*posterior.particles.template.always_eval, *posterior.particles.frozen_norms()}
-    norms = {n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed}
+    norms = {n for n, part in parts.items() if isinstance(part, NormBase) and f"network.{n}" not in fixed}
     layers = [name for name, part in parts.items() if isinstance(part, CONVERTIBLE)]
     with posterior.particles.lock_network():
         names = [name for name in parts if name in layers or name in norms]

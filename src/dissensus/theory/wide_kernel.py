@@ -27,6 +27,7 @@ from dissensus.nets.mlp import MLP
 from dissensus.theory.activations import ACTIVATIONS, Activation, activation_of, is_expanded
 from dissensus.theory.kernel_inputs import check_budget, check_kernels, checked_pair, variance_of
 from dissensus.utils.checks import number, one_of
+from dissensus.utils.torch_private import convolve, forward_hooks_of
 
 Positions = Literal["vector", "diagonal", "pairs"]
 
@@ -280,7 +281,7 @@ def _check_described(network: nn.Module) -> None:
         raise TypeError(f"expected a network, got {got}; pass an nn.Sequential of {KNOWN}")
     for name, part in network.named_modules():
         written = not part.forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
-        if part._forward_hooks or part._forward_pre_hooks or is_parametrized(part) or written:
+        if any(forward_hooks_of(part)) or is_parametrized(part) or written:
             got = f"hooks, a parametrization or another forward in {name or 'the network'!r}"
             raise ValueError(f"expected plain layers, got {got}; remove them, or {MEASURE}")
     held = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
@@ -398,7 +399,7 @@ class ScaledConv2d(nn.Conv2d):
     """Convolution in NTK form: W ∗ x/√fan_in + b."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.weight / self.weight[0].numel() ** 0.5, self.bias)
+        return convolve(self, x, self.weight / self.weight[0].numel() ** 0.5, self.bias)
 
 
 def random_network(

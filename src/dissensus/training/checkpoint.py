@@ -28,15 +28,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from dissensus.core.calibrated import STATE
-from dissensus.core.description import (
-    config_as_json,
-    describe_likelihood,
-    differences,
-    to_json_values,
-)
+from dissensus.core.description import config_as_json, describe_likelihood, differences, to_json_values
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
@@ -47,6 +41,7 @@ from dissensus.storage.atomic_files import replace_file
 from dissensus.training.history import Best, Epoch, History, PartialEpoch
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.sharding import is_divided
+from dissensus.utils.torch_private import pytree
 
 log = logging.getLogger("dissensus")
 

@@ -237,7 +237,7 @@ class _Run:
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
                     divided.enter_context(self.division.local_state(self.plan.optimizer, batch))
                     total = None if total is None else total[self.division.member_slice].clone()
-                rows = self.division.take_local_rows(batch)
+                rows = batch if self.division.mesh is None else self.division.take_local_rows(batch)
                 with SmallBatchGuard(batch.x):
                     step = self.step or self._build_step(rows)
                     losses = step.run(rows)

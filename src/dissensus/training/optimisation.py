@@ -13,6 +13,7 @@ from dissensus.methods.embedded_ensembles import gamma_note
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.training.history import Epoch, History
 from dissensus.utils.parameter_groups import check_optimizer, decay_warnings, mixing_warnings
+from dissensus.utils.torch_private import INNER_SCHEDULERS
 
 log = logging.getLogger("dissensus")
 
@@ -136,7 +137,7 @@ def log_remarks(
 
 def _length_in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
     """The length of a schedule that seems to count batches, not epochs, judged by its length; else None."""
-    within = getattr(scheduler, "_schedulers", [])
+    within = getattr(scheduler, INNER_SCHEDULERS, [])
     lengths = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
     whole = [each for each in lengths if isinstance(each, int) and each > epochs]
     # A length equal to the number of batches is no coincidence; a cycle of another length is a mistake in any case.

@@ -4,7 +4,9 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
+from dissensus.utils.torch_private import NormBase
+
+NORM_LAYERS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dissensus.utils.torch_private import version_of
+
 
 class HostCopy:
     """A tensor's values on the host. They are read again if the tensor is another one, or was written by others since."""
@@ -13,13 +15,13 @@ class HostCopy:
         self.known: tuple[Tensor | None, int, Any] = (None, 0, None)
 
     def read(self, tensor: Tensor) -> Any:
-        if self.known[0] is not tensor or self.known[1] != tensor._version:
+        if self.known[0] is not tensor or self.known[1] != version_of(tensor):
             self.note(tensor, tensor.tolist())
         return self.known[2]
 
     def note(self, tensor: Tensor, values: Any) -> None:
         """These are the tensor's values now."""
-        self.known = tensor, tensor._version, values
+        self.known = tensor, version_of(tensor), values
 
 
 class Count(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.utils.tensor_tree import Cache, TensorTree, all_submodules, derived_names
+from dissensus.utils.torch_private import buffers_of, forward_hooks_of, parameters_of
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
@@ -61,11 +62,11 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
     """All that copies of a module depend on besides the values of its tensors; None if something could change unseen."""
     found: list[Any] = []
     for part in all_submodules(module):
-        found += part, type(part), [*part._parameters], [*part._buffers]
+        found += part, type(part), [*parameters_of(part)], [*buffers_of(part)]
         held = {} if isinstance(part, TensorTree) else vars(part)
         if any(map(held.get, HOOKS)):
             return None
-        for name in [name for name in held if name not in OWN and part._modules.get(name) is not held[name]]:
+        for name in [name for name in held if name not in OWN]:
             try:
                 found += name, _copy_plain_value(held[name])
             except TypeError:
@@ -108,7 +109,7 @@ def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) 
             left_out |= {*part.added, "plain_class", "read_past"}
         values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith(WRAPPERS)}
         if hooks:
-            values["hooks"] = _ProcessLocal([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
+            values["hooks"] = _ProcessLocal([hook for hooks in forward_hooks_of(part) for hook in hooks.values()])
         values |= {"training": part.training} if modes else {}
         found |= {f"{path}.{key}" if path else key: _description(value, known) for key, value in values.items()}
     return found

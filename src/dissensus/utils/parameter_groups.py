@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part
+from dissensus.utils.torch_private import LOCAL_TENSOR, version_of
 
 # Posterior -> the optimiser it last saw, with its step count. Not an attribute, because copies and pickles would hold it.
 _shown: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], list[int]]] = weakref.WeakKeyDictionary()
@@ -178,7 +179,7 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
         _shown[posterior] = weakref.ref(optimizer), (before := [])
     held = _optimizer_tensors(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
-    now = [_steps.get(_step_key(held), (0,))[0], *[each._version for each in held]]
+    now = [_steps.get(_step_key(held), (0,))[0], *[version_of(each) for each in held]]
     stepped = now[0] > 0 if new else now != before
     before[:] = now  # in place: the dictionary is slow to write
     return stepped or all(each.grad is None for each in held)
@@ -186,7 +187,7 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
 
 def _step_key(held: list[Tensor]) -> Tensor:
     # Of one that processes have parts of the part: torch cannot move a module with a weak reference to the tensor itself.
-    return getattr(held[0], "_local_tensor", held[0])
+    return getattr(held[0], LOCAL_TENSOR, held[0])
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:

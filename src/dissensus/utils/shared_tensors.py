@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dissensus.utils.module_state import deepcopy_memo
 from dissensus.utils.sharding import local_part
+from dissensus.utils.torch_private import version_of
 
 
 def memory_place(tensor: Tensor) -> tuple[object, ...]:
@@ -37,10 +38,10 @@ def copy_sharing_tensors(module: nn.Module) -> nn.Module:
 def make_from_base(make: Callable[[nn.Module], nn.Module], base: nn.Module, members: int) -> list[nn.Module]:
     """Networks that share the tensors of `base`; raises if one trains them, or if the function changes them."""
     held = [*base.named_parameters(), *base.named_buffers()]
-    versions = [tensor._version for _, tensor in held]
+    versions = [version_of(tensor) for _, tensor in held]
     networks = [make(copy_sharing_tensors(base)) for _ in range(members)]
     for (name, tensor), version in zip(held, versions, strict=True):
-        if tensor._version != version:
+        if version_of(tensor) != version:
             fix = f"replace the layer instead, as in base.{name.rpartition('.')[0] or 'fc'} = nn.Linear(…)"
             raise ValueError(f"expected a function that leaves the base's values, got '{name}' changed in place; {fix}")
     trained = {memory_place(p) for network in networks for p in network.parameters() if p.requires_grad}

@@ -3,18 +3,24 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dissensus.utils.torch_private import is_traced
+from dissensus.utils.torch_private import (
+    buffers_of,
+    children_of,
+    forward_hooks_of,
+    named_registries,
+    named_submodules,
+    parameters_of,
+    tensors_of,
+)
 
 Tensors = dict[str, Tensor]  # by name
-# Of many modules, `map` with these takes a tenth of what a loop takes.
-_parameters, _buffers, _shape = map(attrgetter, ("_parameters", "_buffers", "shape"))
 
 
 class TensorTree(nn.Module):
@@ -26,14 +32,15 @@ class TensorTree(nn.Module):
             return dict(self.named_parameters()), dict(self.named_buffers())
         # Tensors are read at every call, so that those of `torch.func.functional_call` are seen; nodes are found once.
         found = known_submodules(self)
-        parameters = {path + key: tensor for path, node in found for key, tensor in node._parameters.items()}
-        buffers = {path + key: tensor for path, node in found for key, tensor in node._buffers.items()}
+        parameters = {path + key: tensor for path, node in found for key, tensor in parameters_of(node).items()}
+        buffers = {path + key: tensor for path, node in found for key, tensor in buffers_of(node).items()}
         for path, node in found:
-            for leaf in derived_names(node) if node._forward_pre_hooks or "parametrizations" in node._modules else ():
-                for hook in node._forward_pre_hooks.values():
+            before, _ = forward_hooks_of(node)
+            for leaf in derived_names(node) if before or "parametrizations" in children_of(node) else ():
+                for hook in before.values():
                     hook(node, ())
                 parameters[path + leaf] = getattr(node, leaf)
-        return parameters, buffers  # type: ignore[return-value]  # no tensor of a tree is None
+        return parameters, buffers
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
@@ -43,9 +50,9 @@ class TensorTree(nn.Module):
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:
-            if part not in node._modules:
+            if part not in children_of(node):
                 node.add_module(part, TensorTree().train(False))
-            node = node._modules[part]  # type: ignore[assignment]
+            node = children_of(node)[part]
         if isinstance(tensor, nn.Parameter):
             node.register_parameter(leaf, tensor)
         else:
@@ -54,9 +61,9 @@ class TensorTree(nn.Module):
 
 def derived_names(part: nn.Module) -> list[str]:
     """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
-    sources = [(key, end) for key in part._parameters for end in ("_g", "_orig") if key.endswith(end)]
+    sources = [(key, end) for key in parameters_of(part) for end in ("_g", "_orig") if key.endswith(end)]
     named = [name for key, end in sources if (name := key.removesuffix(end)) in vars(part)]
-    parametrised = part._modules.get("parametrizations")
+    parametrised = children_of(part).get("parametrizations")
     return [*named, *parametrised] if isinstance(parametrised, nn.ModuleDict) else named
 
 
@@ -64,12 +71,6 @@ def computed_names(module: nn.Module) -> list[str]:
     """Names of a tree's tensors that are pruned or parametrised in the tree."""
     found = named_submodules(module) if isinstance(module, TensorTree) else []
     return [path + leaf for path, node in found for leaf in derived_names(node)]
-
-
-def cache_submodules(module: nn.Module, *names: str) -> None:
-    """Puts these submodules among the module's plain attributes, too: nn.Module finds them there in a tenth of the time."""
-    # Only for those that are there to stay. One that is set anew is found in its registry again.
-    vars(module).update({name: module._modules[name] for name in names})
 
 
 class TensorPlaces:
@@ -84,16 +85,15 @@ class TensorPlaces:
         self.keys: list[str] = []
         self.names: list[str] = []
         self.tied: dict[str, str] = {}  # other name -> first name
-        for path, part in named_submodules(module):
-            for registered in (part._parameters, part._buffers):
-                for leaf, tensor in registered.items() if registered else ():  # most have none
-                    if tensor is not None:
-                        source = first.setdefault(id(tensor), name := path + leaf)
-                        self.registries.append(registered)
-                        self.keys.append(leaf)
-                        self.names.append(source)
-                        if source != name:
-                            self.tied[name] = source
+        for path, registered in named_registries(module):
+            for leaf, tensor in registered.items():
+                if tensor is not None:
+                    source = first.setdefault(id(tensor), name := path + leaf)
+                    self.registries.append(registered)
+                    self.keys.append(leaf)
+                    self.names.append(source)
+                    if source != name:
+                        self.tied[name] = source
 
 
 def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
@@ -105,7 +105,7 @@ def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Mo
         if part is not None and part not in found:
             found[part] = None
             if trees or not isinstance(part, TensorTree):
-                waiting += part._modules.values()
+                waiting += children_of(part).values()
     return list(found)
 
 
@@ -131,26 +131,9 @@ class SubmoduleCache(Cache):
         now = [*modules, *chain.from_iterable(map(dict.values, self.inner))]
         if self.known is None or self.known[0] != now or any(self.leaves):
             found = all_submodules(*modules, trees=trees)
-            children = [part._modules for part in found if trees or not isinstance(part, TensorTree)]
+            children = [children_of(part) for part in found if trees or not isinstance(part, TensorTree)]
             self.inner, self.leaves = [*filter(None, children)], [each for each in children if not each]
             self.known = [*modules, *chain.from_iterable(map(dict.values, self.inner))], found
-        return self.known[1]
-
-
-class RowCache(Cache):
-    """Each member's row of `Rows`. For predictions they are cut once, as views: to cut hundreds takes as long as layers."""
-
-    known: tuple[list[Any], list[Any]] | None = None
-
-    def __call__(self, rows: Any, count: int) -> Iterable[Any]:
-        stacks = [*rows.own.values(), *rows.buffers.values()]
-        plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_traced() or rows.varying)
-        if not plain or not {*map(type, stacks)} <= {Tensor, nn.Parameter}:  # a divided tensor has no memory here
-            return map(rows.member_row, range(count))
-        # `parameter.data = ...` gives a stack other memory, but not another name.
-        where = [*map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks), *map(_shape, stacks)]
-        if self.known is None or self.known[0] != where:
-            self.known = where, [rows.member_row(i) for i in range(count)]
         return self.known[1]
 
 
@@ -162,37 +145,17 @@ class NamedSubmodules(Cache):
         self.named: list[tuple[str, nn.Module]] = []
 
     def __call__(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        if (found := self.submodules(*module._modules.values())) is not self.known:
+        if (found := self.submodules(*children_of(module).values())) is not self.known:
             self.known, self.named = found, named_submodules(module)[1:]
         return self.named
 
 
 def known_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """`named_submodules` of a module of this library, which keeps them."""
-    cache: NamedSubmodules = vars(module).get("_named_submodules") or keep_submodules(module)
+    cache = vars(module).get("_named_submodules")
+    if cache is None:
+        cache = vars(module)["_named_submodules"] = NamedSubmodules()
     return [("", module), *cache(module)]
-
-
-def keep_submodules(module: nn.Module) -> NamedSubmodules:
-    """What keeps the module's submodules from now on."""
-    cache = vars(module)["_named_submodules"] = NamedSubmodules()
-    return cache
-
-
-def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(path, with a dot at its end, and submodule), as `named_modules` has them, faster."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-    waiting = [("", module)]
-    while waiting:
-        path, part = waiting.pop()
-        if part not in seen:
-            seen.add(part)
-            found.append((path, part))
-            if part._modules:
-                children = [(f"{path}{name}.", child) for name, child in part._modules.items() if child is not None]
-                waiting += reversed(children)
-    return found
 
 
 def call_with_tensors(module: nn.Module, tensors: Tensors, *args: Any, places: TensorPlaces | None = None) -> Any:
@@ -218,7 +181,7 @@ def assign_tensors(places: TensorPlaces, tensors: Iterable[Tensor]) -> None:
 def run_keeping_tensors(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
     """function(*args); afterwards the modules have their tensors again if a forward has assigned others."""
     modules = () if torch.compiler.is_dynamo_compiling() else modules
-    registered = [*filter(None, map(_parameters, modules)), *filter(None, map(_buffers, modules))]
+    registered = [*filter(None, chain.from_iterable(map(tensors_of, modules)))]
     before = [*map(dict.copy, registered)]
     try:
         return function(*args)
@@ -233,8 +196,8 @@ class OwnTensors(Tensors):
         super().__init__()
         self.buffers: Tensors = {}
         nodes = named_submodules(module)
-        _collect(nodes, "_parameters", self)
-        _collect(nodes, "_buffers", self.buffers)
+        _collect(nodes, parameters_of, self)
+        _collect(nodes, buffers_of, self.buffers)
 
 
 class OwnTensorsCache(Cache):
@@ -249,7 +212,7 @@ class OwnTensorsCache(Cache):
     def __call__(self, module: nn.Module) -> OwnTensors:
         if (parts := self.submodules(module)) is not self.parts:
             self.parts, self.known = parts, None
-            self.registries = [each for part in parts for each in (part._parameters, part._buffers)]
+            self.registries = [*chain.from_iterable(map(tensors_of, parts))]
         now = [*chain.from_iterable(map(dict.values, self.registries))]
         if self.known is None or len(now) != len(self.known[0]) or not all(map(is_, now, self.known[0])):
             self.known = now, OwnTensors(module)
@@ -267,16 +230,15 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
 def known_buffers(module: nn.Module) -> Tensors:
     """Name -> buffer of a module of this library, which keeps its submodules."""
     found: Tensors = {}
-    _collect(known_submodules(module), "_buffers", found)
+    _collect(known_submodules(module), buffers_of, found)
     return found
 
 
-def _collect(nodes: Iterable[tuple[str, nn.Module]], registry: str, into: Tensors) -> None:
+def _collect(nodes: Iterable[tuple[str, nn.Module]], registered_in: Callable[..., Any], into: Tensors) -> None:
     """Puts the tensors in these registries into a dictionary by name, each once."""
     seen: set[int] = set()
     for path, part in nodes:
-        registered = vars(part)[registry]
-        for leaf, tensor in registered.items() if registered else ():  # most have none
+        for leaf, tensor in registered.items() if (registered := registered_in(part)) else ():  # most have none
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 into[path + leaf] = tensor

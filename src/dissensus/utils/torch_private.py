@@ -3,25 +3,64 @@
 Tried on torch 2.11 (CPU and CUDA) and 2.13 (CPU).
 """
 
-import inspect
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch._utils import _flatten_dense_tensors as flatten_all, _unflatten_dense_tensors as unflatten_all
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm, _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "flatten_all", "unflatten_all"]  # public names in private modules
-FunctionClass = TypeVar("FunctionClass", bound=type[torch.autograd.Function])
+__all__ = ["BatchNorm", "ConvNd", "DropoutNd", "NormBase", "flatten_all", "pytree", "unflatten_all"]
+
+CAST = torch.ops.aten._to_copy.default
+EXPORT_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._export")
+FORWARDS = ("forward", "_conv_forward")  # what a layer computes
+INNER_SCHEDULERS = "_schedulers"  # of a schedule made of others
+MODULE_CALL = "_call_impl"  # the function of `nn.Module` that calls hooks and `forward`
+schema_of: Callable[[Any], Any] = attrgetter("_schema")  # of an operation
+axes_check_of: Callable[[nn.Module], Any] = attrgetter("_check_input_dim")  # of a batch norm
+tensor_without_memory = Tensor._make_wrapper_subclass
+
+# One operation on many tensors
+add_products, add_tensors, copy_tensors = torch._foreach_addcmul_, torch._foreach_add_, torch._foreach_copy_
+tensor_norms, unscale_tensors = torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_
+
+# What a module has registered, by name: the dictionaries themselves. `attrgetter` is fast, but no compiler follows it.
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+tensors_of: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter("_parameters", "_buffers")
+unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+forward_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(*HOOKS[:2])
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = attrgetter(*(f"_global{name}" for name in HOOKS))(torch.nn.modules.module)
+
+# Of a tensor: how often it was written in place, which inference tensors do not know; the hooks of its gradient, or None;
+# whether it has memory, as a row of several gradients at once has not; the name of its part in this process
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+gradient_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+has_memory = torch._C._has_storage
+LOCAL_TENSOR = "_local_tensor"
+
+outside_transforms = torch._C._DisableFuncTorch  # inside, tensors outlive the function transforms around
+unseen_by_function_modes = torch._C.DisableTorchFunction  # inside, no function mode sees what is called
+free_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+will_run = torch._C._will_engine_execute_node  # whether the backward pass that runs now will reach a node
 
 # How the innermost level of functorch is closed. Its own function for all of them closes one too many in torch 2.11.
 CLOSE = {
@@ -30,6 +69,58 @@ CLOSE = {
     functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
     functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
 }
+
+
+def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(path, with a dot at its end, and submodule), as `named_modules` has them, faster."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    waiting = [("", module)]
+    while waiting:
+        path, part = waiting.pop()
+        if part not in seen:
+            seen.add(part)
+            found.append((path, part))
+            if inner := part._modules:
+                children = [(f"{path}{name}.", child) for name, child in inner.items() if child is not None]
+                waiting += reversed(children)
+    return found
+
+
+def named_registries(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """(path, dictionary of tensors by name) of each submodule that has parameters, or buffers."""
+    parts = named_submodules(module)
+    return [(path, each) for path, part in parts for each in (part._parameters, part._buffers) if each]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something runs before or after the module's forward or backward pass."""
+    return any(attrgetter(*HOOKS)(module)) or any(GLOBAL_HOOKS)
+
+
+def copy_with(module: Any, buffers: Mapping[str, Tensor], children: Mapping[str, nn.Module | None]) -> Any:
+    """A copy of the module with these buffers and submodules, and with the module's own under other names."""
+    copied = copy.copy(module)
+    copied._buffers, copied._modules = {**module._buffers, **buffers}, {**module._modules, **children}
+    return copied
+
+
+def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution's outputs with another weight and bias."""
+    return layer._conv_forward(x, weight, bias)
+
+
+def output_padding(layer: Any, *args: Any) -> list[int]:
+    """What a transposed convolution adds to its outputs so that they get the size asked for."""
+    return layer._output_padding(*args)
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Base class of what sees every operation inside."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, hundreds of modules, at the first operation
 
 
 def in_function_transform() -> bool:
@@ -77,11 +168,6 @@ def set_group_timeout(group: Any, limit: timedelta) -> None:
     distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
-def outside_transforms() -> AbstractContextManager[object]:
-    """Inside, tensors are made outside of all function transforms, which they outlive."""
-    return torch._C._DisableFuncTorch()
-
-
 def run_in_vmap(one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], count: int, map_trees: Any) -> Any:
     """one(*parts) in a vmap over the first axes of all their tensors, entered by hand; results with a new first axis."""
     lazy_load_decompositions()
@@ -121,11 +207,6 @@ def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return predispatch._add_batch_dim(result, 0, level)
 
 
-def unseen_by_function_modes() -> AbstractContextManager[object]:
-    """Inside, no function mode sees what is called."""
-    return torch._C.DisableTorchFunction()
-
-
 def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
     """A copy of a Python function of torch whose body reads other globals of these names."""
     made = FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__)
@@ -133,45 +214,20 @@ def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., An
     return made
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory: a row of several gradients at once has none."""
-    return torch._C._has_storage(tensor)
-
-
-def keep_signature(function: FunctionClass) -> FunctionClass:
-    """The `autograd.Function` class itself; torch looks up the signature of its `forward` at every call, now at once."""
-    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
-    return function
-
-
 def in_backward_pass() -> bool:
     """Whether autograd's engine runs in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def will_run(node: Any) -> bool:
-    """Whether the backward pass that runs now will reach this node of the graph."""
-    return torch._C._will_engine_execute_node(node)
 
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Inside, matrix products on the CPU run without oneDNN."""
     before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would change other settings, too, and warn
-    if not before:
-        yield
-        return
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-def free_cublas_workspaces() -> None:
-    """Frees what cuBLAS keeps for its products, where torch can."""
-    if (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
-        clear()
 
 
 def raise_at_recompile_limit() -> AbstractContextManager[object]:

@@ -32,6 +32,7 @@ from dissensus.core.likelihood import Likelihood, expand_weight
 from dissensus.layers.conversion import convertible_layers
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import buffers_of
 
 Structure = Literal["full", "kron", "auto"]
 Hessian = tuple[Tensor, Tensor | None]  # as of `Likelihood.curvature`
@@ -390,13 +391,13 @@ class Curvature(nn.Module):
 
     @property
     def structure(self) -> Structure:
-        return "full" if "vectors" in self._buffers else "kron"
+        return "full" if "vectors" in buffers_of(self) else "kron"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for name, buffer in self._buffers.items():  # half precision cannot hold the range of the eigenvalues
+        for name, buffer in buffers_of(self).items():  # half precision cannot hold the range of the eigenvalues
             if buffer is not None:
                 moved = fn(buffer)
-                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+                buffers_of(self)[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         return self
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
@@ -24,7 +23,7 @@ from dissensus.likelihoods.tokens import Tokens
 from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_private import in_function_transform
+from dissensus.utils.torch_private import in_function_transform, pytree
 
 Gradient = Literal["logit", "log_prob"]
 Repulsion = Literal["1/B", "1/N"] | float

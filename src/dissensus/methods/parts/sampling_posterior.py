@@ -245,7 +245,7 @@ class Families(nn.ModuleList):
         if not self.parts:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for family in self.each:  # one after the other, so that only one at a time is on the device
-            family._apply(fn).to("cpu")
+            family._apply(fn).to("cpu")  # type: ignore[no-untyped-call]
         return self
 
 
