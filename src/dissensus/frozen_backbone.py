@@ -1,19 +1,16 @@
 """Heads on a frozen backbone, such as linear probes: members share one feature extractor, whose features can be cached."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from dissensus.core.batch import call_network, convert_inputs, move_to_device
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.loader import Loader
 from dissensus.core.prior import PriorKeywords
-from dissensus.data.batches import Batches
 from dissensus.methods import DeepEnsemble
-from dissensus.utils.arrays import is_array
 from dissensus.utils.shared_tensors import copy_sharing_tensors
 
 
@@ -77,22 +74,11 @@ def cache_features(backbone: nn.Module, loader: Any) -> Any:
             (x, y, weight), which stay data; or any other iterable of batches, which becomes a list of them.
     """
     network = copy_sharing_tensors(backbone.backbone if isinstance(backbone, BackboneAndHead) else backbone).eval()
-    if isinstance(loader, tuple | list) and len(loader) in (2, 3) and is_array(loader[1]):
-        x, y, *weight = loader
-        return _join_batches(network, Batches(x, y, batch_size=256)) + tuple(weight)
-    if isinstance(loader, Batches):
-        if loader.augment is not None:
-            raise ValueError("expected Batches without augment, got some; features are made once: leave augment out")
-        cached = copy.copy(loader)
-        cached.x = _join_batches(network, Batches(loader.x, loader.y, batch_size=loader.batch_size))[0]
-        return cached
-    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if not indexed or loader.batch_sampler is None:
-        return list(_feature_batches(network, loader))
-    read: Any = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
-    x, *rest = _join_batches(network, DataLoader(loader.dataset, loader.batch_size or 256, **read))
-    rows = TensorDataset(x["features"], *rest)
-    return DataLoader(rows, batch_sampler=loader.batch_sampler, collate_fn=_collate_rows, generator=loader.generator)
+    data = Loader(loader)
+    if not isinstance(loader, Loader) and data.given is not loader:  # data, of which it has made batches
+        return _join_batches(network, data)
+    cached = data.replace_rows(lambda rows: _join_batches(network, rows))
+    return list(_feature_batches(network, data)) if cached is None else cached
 
 
 @torch.no_grad()
@@ -109,8 +95,3 @@ def _join_batches(network: nn.Module, loader: Iterable[Any]) -> tuple[Any, ...]:
     """({"features": (N, ...)}, y (N, ...)), with weights (N,) if there are some."""
     x, *rest = zip(*_feature_batches(network, loader), strict=True)
     return {"features": torch.cat([each["features"] for each in x])}, *map(torch.cat, rest)
-
-
-def _collate_rows(rows: list[Any]) -> tuple[Any, ...]:
-    features, *rest = default_collate(rows)
-    return {"features": features}, *rest

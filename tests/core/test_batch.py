@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
@@ -220,10 +220,30 @@ class Endless(IterableDataset):
 ], ids=["list", "iterator", "DataLoader", "stream", "Batches", "data"])  # fmt: skip
 def test_a_loader_knows_how_it_can_be_read(given, length, stream, once):
     loader = Loader(given)
-    assert (loader.length, loader.is_stream, loader.can_be_read_once) == (length, stream, once)
+    assert (loader.length, loader.is_stream) == (length, stream)
+    if once:
+        refuses(loader.check_rereadable, "that can be read twice, got a generator")
+    else:
+        loader.check_rereadable()
     again = Loader(loader, complete=True)
     assert again.given is loader.given
     assert (again.is_complete, loader.is_complete) == (True, False)
+
+
+def test_a_loader_knows_the_rows_that_it_reads():
+    data = TensorDataset(*ROWS)
+    half = DataLoader(Subset(data, [0, 2, 4]), batch_size=2)
+    assert [Loader(each).row_counts for each in (half, Batches(*ROWS, batch_size=2), [ROWS])] == [(3, 6), None, None]
+    own = DistributedSampler(data, num_replicas=4, rank=3, shuffle=False)
+    loader = Loader(DataLoader(data, batch_size=2, sampler=own))
+    assert (loader.ranks, Loader(half).ranks) == (4, 1)
+    facts, rank, rows = loader.rank_rows()
+    assert (facts["rows"], facts["shuffles"], rank, rows) == (6, False, 3, [3, 1])
+    assert loader.first_reads(0, 1) is None, "before the last row of the rank nothing is a repeat"
+    assert loader.first_reads(0, 2).tolist() == [True, False], "row 1 fills the round of 4 ranks"
+    assert [
+        y.tolist() for _, y in Loader(Batches(*ROWS, batch_size=4)).partial_batches(lambda size: slice(1, size))
+    ] == [ROWS[1][1:4].tolist(), ROWS[1][5:].tolist()]
 
 
 def test_data_become_batches_which_training_shuffles():

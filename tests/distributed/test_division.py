@@ -281,7 +281,7 @@ def test_what_cannot_be_divided_is_said_in_one_line():
         "expected at most 1 ranks for 1 members, got 2; pass mesh(data=2)",
         "expected a plain network, got DistributedDataParallel; pass net.module",
         "expected the same batches in every process, got different ones; ",
-        "expected a sampler of the mesh's data axis, rank ",
+        "expected samplers of ranks 0 to 1, got [0, 0] of 3; use DistributedSampler(",
         "expected z of each member with a row for each example, got shape (2, 1, 4)",
         "expected engine on a mesh of auto, loop, vectorised, got 'compiled'",
         "expected one process, got rank ",

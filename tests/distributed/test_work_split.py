@@ -16,9 +16,9 @@ import dissensus as ds
 import test_contract
 import tiny
 from dissensus.core.drawn_functions import MemberFunctions
-from dissensus.core.loader import map_batches, partition_functions
 from dissensus.core.member_runner import Runner
 from dissensus.data import Batches
+from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.robustness_curves import Corruptions
 from thinning import often
 
@@ -437,9 +437,10 @@ def test_a_rank_may_go_on_alone_after_the_group():
 def test_one_process_takes_no_turns():
     posterior = ensemble()
     said = (torch.ones(3, 2),)
-    assert partition_functions(posterior, drawn := posterior.draw()).gather_tensors(lambda: said) is said
-    assert partition_functions(posterior, drawn).local_functions is drawn
+    functions = FixedDraw(posterior)
+    assert functions.portion.gather_tensors(lambda: said) is said
+    assert functions.portion.local_functions is functions.drawn
     posterior.mesh = ds.distributed.mesh()
-    taken = map_batches(posterior, lambda batch: -batch, iter([1, 2]), partition_functions(posterior, posterior.draw()))
+    taken = FixedDraw(posterior).run_batches(lambda batch: -batch, iter([1, 2]))
     assert next(taken) == (1, -1), "and reads no batch before it is its turn"
     assert [*taken] == [(2, -2)]

@@ -1,19 +1,18 @@
-"""Loader: what a user passes to read batches from; and how processes that predict together share the batches."""
+"""Loader: what a user passes to read batches from, and the only place that asks it what it is."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 from dissensus.core.batch import count_examples, split_labels
-from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 from dissensus.core.trainable import TrainableModule
 from dissensus.utils.arrays import is_array
 from dissensus.utils.process_group import world_size
@@ -64,7 +63,7 @@ class Loader:
             return loader
         if mesh is not None:
             return cls(mesh.complete_loader(loader), complete=True)
-        if loader.sampler is not None and loader.sampler.num_replicas > 1 and posterior.mesh != "independent":
+        if loader.ranks > 1 and posterior.mesh != "independent":
             raise ValueError(
                 "expected a posterior with a mesh, since the loader gives each process a part of the data, got none; set "
                 'posterior.mesh = ds.distributed.mesh(), or = "independent" for results on each part'
@@ -90,19 +89,68 @@ class Loader:
         """Whether it reads a stream, whose length may be a guess."""
         return isinstance(getattr(self.given, "dataset", None), IterableDataset)
 
-    @property
-    def can_be_read_once(self) -> bool:
-        """Whether it is a generator, or another iterator."""
-        return isinstance(self.given, Iterator)
+    def check_rereadable(self, hint: str = "") -> None:
+        """Raises if it is a generator, or another iterator."""
+        if isinstance(self.given, Iterator):
+            raise ValueError(
+                f"expected a loader that can be read twice, got a generator; pass a list of its batches{hint}"
+            )
 
     @property
     def has_separable_rows(self) -> bool:
         """Whether a row is the same without the others of its batch: see `ds.data.Batches.divisible`."""
         return bool(getattr(self.given, "divisible", False))
 
+    @property
+    def row_counts(self) -> tuple[int, int] | None:
+        """(rows that its sampler reads, rows of the data set behind every `Subset`); None where one is not known."""
+        data, sampler = self._attribute("dataset"), self._attribute("sampler")
+        while isinstance(data, Subset):
+            data = data.dataset
+        return (len(sampler), len(data)) if isinstance(sampler, Sized) and isinstance(data, Sized) else None
+
+    def partial_batches(self, choose: Callable[[int], slice]) -> Iterator[Any]:
+        """Batches of the rows choose(B) of each, which are all that is read; its rows must be separable."""
+        return (self.given.at(rows[choose(len(rows))]) for rows in self.given.rows())
+
+    def replace_rows(self, make: Callable[[Iterable[Any]], tuple[Any, ...]]) -> Any:
+        """The same loader of other rows, make(batches of all in order): ({name: tensor}, y, ...); None if it has no order."""
+        given = self.given
+        if hasattr(given, "replace_rows"):
+            return given.replace_rows(make)
+        if not isinstance(given, DataLoader) or self.is_stream or given.batch_sampler is None:
+            return None
+        how: Any = {"collate_fn": given.collate_fn, "num_workers": given.num_workers}
+        x, *rest = make(DataLoader(given.dataset, given.batch_size or 256, **how))
+        rows = StackDataset(StackDataset(**x), *rest)
+        return DataLoader(rows, batch_sampler=given.batch_sampler, generator=given.generator)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks to which its sampler gives different rows, like torch's DistributedSampler; 1 without one."""
+        return 1 if self._rank_sampler is None else int(self._rank_sampler.num_replicas)
+
+    def rank_rows(self) -> tuple[dict[str, Any], int, list[int]]:
+        """(facts of its sampler and set, which should be the same on all ranks, this rank's number, numbers of its rows)."""
+        sampler, shuffles = self._rank_sampler, getattr(self._rank_sampler, "shuffle", False)
+        size = {"ranks": self.ranks, "rows": len(sampler.dataset), "batches": self.length}
+        return {**size, "kind": type(sampler).__name__, "shuffles": shuffles}, sampler.rank, [*sampler]
+
+    def first_reads(self, start: int, end: int) -> Tensor | None:
+        """(end − start,) which of this rank's rows are not repeats that make ranks even; None if none of them is one."""
+        sampler = self._rank_sampler
+        if sampler is None or end < len(sampler) or sampler.total_size <= len(sampler.dataset):
+            return None
+        # The k-th row of rank r is number k R + r of all; those past the end are the first ones again.
+        return torch.arange(start, end) * self.ranks + sampler.rank < len(sampler.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes a sampler of several ranks shuffle for the epoch of this number."""
+        if hasattr(self._rank_sampler, "set_epoch"):
+            self._rank_sampler.set_epoch(epoch)
+
     @cached_property
-    def sampler(self) -> Any:
-        """Its sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
+    def _rank_sampler(self) -> Any:
         prepared = type(self.given).__module__ == "accelerate.data_loader"
         if prepared and world_size() > 1:
             what = "one that Accelerate has divided over processes; pass it as it was before prepare"
@@ -185,29 +233,3 @@ def connected_mesh(posterior: TrainableModule) -> Any:
     """The posterior's mesh, if it has other processes that are still connected; else None."""
     mesh = posterior.mesh
     return mesh if mesh not in (None, "independent") and mesh.size > 1 and mesh.is_alive else None
-
-
-def partition_functions(posterior: TrainableModule, drawn: DrawnFunctions) -> FunctionPartition:
-    """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
-    if (mesh := connected_mesh(posterior)) is None:
-        return FunctionPartition(drawn)
-    return mesh.partition_functions(drawn, posterior.temperature.device, lambda: not posterior.network_is_random)
-
-
-def map_batches(
-    posterior: TrainableModule,
-    work: Callable[..., Any],
-    given: Iterable[Any],
-    portion: FunctionPartition,
-    device: Any = "cpu",
-) -> Iterator[tuple[Any, Any]]:
-    """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
-
-    `portion`: the functions used by `work`. `device`: device for the results of other processes.
-    """
-    mesh = connected_mesh(posterior)
-    if mesh is None or posterior.particles.divided:  # whose processes all run each network together
-        return ((batch, work(batch)) for batch in given)
-    standing: list[Any] = [each for each in (posterior.calibration, *posterior.promises.values()) if each is not None]
-    seen_by = (posterior.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-    return mesh.map_batches(work, given, portion=portion, seen_by=seen_by, device=device)

@@ -1,8 +1,9 @@
 """Batches of tensors in memory, made without a Python loop over examples."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -90,11 +91,11 @@ class Batches:
         return self.augment is None and type(self) is Batches
 
     def rows(self) -> Iterator[Any]:
-        """The rows of each batch of an epoch, a slice or (B,) numbers."""
+        """The rows of each batch of an epoch, a range or (B,) numbers."""
         # Not a generator function: the order is drawn when the loop starts, not when its first batch is taken.
         order, count = self._order(), len(self.y)
         ends = ((start, min(start + self.batch_size, count)) for start in range(0, count, self.batch_size))
-        return (slice(*each) if order is None else order[slice(*each)] for each in islice(ends, len(self)))
+        return (range(*each) if order is None else order[slice(*each)] for each in islice(ends, len(self)))
 
     def at(self, rows: Any) -> tuple[Any, ...]:
         """The batch of these rows."""
@@ -102,6 +103,14 @@ class Batches:
         if self.augment is not None:
             x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
         return (x, y) if self.weight is None else (x, y, _take_rows(self.weight, rows))
+
+    def replace_rows(self, make: Callable[[Iterable[Any]], tuple[Any, ...]]) -> Self:
+        """The same loader with the first entry of make(unshuffled batches) in place of x."""
+        if self.augment is not None:
+            raise ValueError("expected Batches without augment, got some; features are made once: leave augment out")
+        made = copy.copy(self)
+        made.x = make(Batches(self.x, self.y, batch_size=self.batch_size))[0]
+        return made
 
     def _order(self) -> Tensor | None:
         if not self.shuffle:
@@ -153,4 +162,5 @@ def _input_tensors(x: BatchInputs) -> list[Tensor]:
 
 
 def _take_rows(x: BatchInputs, rows: Any) -> Any:
-    return _map_inputs(lambda each: each[rows.to(each.device) if isinstance(rows, Tensor) else rows], x)
+    view = slice(rows.start, rows.stop) if isinstance(rows, range) else None
+    return _map_inputs(lambda each: each[rows.to(each.device) if view is None else view], x)

@@ -242,11 +242,9 @@ class Mesh:
 
         `read`: makes batches of what it yields, in training, where several ranks may have equal rows.
         """
-        sampler = loader.sampler
-        if sampler is not None and sampler.num_replicas > 1:
-            return JoinedBatches(self.data if sampler.num_replicas == self.data.size else self, loader, sampler, read)
-        parts = self.batches == "parts" and self.data.size > 1
-        return JoinedBatches(self.data, loader, None, read) if parts else loader
+        parts = loader.ranks > 1 or (self.batches == "parts" and self.data.size > 1)
+        axis = self.data if loader.ranks in (1, self.data.size) else self
+        return JoinedBatches(axis, loader, read) if parts else loader
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # a copied posterior is on the same mesh, and process groups cannot be copied
@@ -422,17 +420,16 @@ class JoinedBatches:
     are left out. Each rank reads its own from the disk, and inputs are exchanged.
     """
 
-    def __init__(
-        self, ranks: Ranks, loader: Loader, sampler: Any, read: Callable[[Any], Iterable[Any]] | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, loader: Loader, read: Callable[[Any], Iterable[Any]] | None = None) -> None:
         """`read`: makes batches of what the loader yields; None takes these as they are, and refuses equal ones."""
-        self.ranks, self.loader, self.sampler, self.read = ranks, loader, sampler, read
+        self.ranks, self.loader, self.read = ranks, loader, read
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        rows = 0 if self.sampler is None else self._check_samplers()  # left to read
+        sampled = self.loader.ranks > 1
+        rows = check_samplers(self.ranks, self.loader) if sampled else 0  # left to read
         left, mine = iter(self.loader if self.read is None else self.read(self.loader)), list[Any]()
 
         def read_part() -> tuple[int, bytes]:
@@ -444,7 +441,7 @@ class JoinedBatches:
             parts = [_deserialise(packed, "cpu")[0] for _, packed in everyone if packed]
             if not parts:
                 return
-            if self.sampler is None:
+            if not sampled:
                 if self.read is None and len({mark for mark, packed in everyone if packed}) < len(parts):
                     got = 'the same; pass each its own, or mesh(batches="whole")'
                     raise ValueError(f'expected different rows on every rank for batches="parts", got {got}')
@@ -453,18 +450,6 @@ class JoinedBatches:
             # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
             yield _join_rows(parts, lambda each: torch.stack(each, 1).flatten(0, 1), most=rows)
             rows -= sum(count_examples(part[0]) for part in parts)
-
-    def _check_samplers(self) -> int:
-        """The number of rows of all ranks; raises where these have other samplers, or not one for each part."""
-        about = self.sampler.num_replicas, len(self.sampler.dataset), len(self.loader)
-        everyone = exchange_results(self.ranks, lambda: (about, self.sampler.rank), "samplers")
-        check_same([each for each, _ in everyone], "sampler and set", DATA)
-        if (found := [rank for _, rank in everyone]) != [*range(about[0])]:
-            got = f"{found} of {about[0]}"
-            advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
-            raise ValueError(f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {got}; {advice}")
-        check_sampler_order(self.ranks, self.sampler)
-        return about[1]
 
 
 def _join_rows(parts: list[Any], join: Callable[[Any], Tensor], most: int | None = None) -> Any:
@@ -479,13 +464,20 @@ def _join_rows(parts: list[Any], join: Callable[[Any], Tensor], most: int | None
     return pytree.tree_map(join_leaf, *parts)
 
 
-def check_sampler_order(ranks: Ranks, sampler: Any) -> None:
-    """Raises where samplers do not deal out rows in turns, all of them before one is repeated, in order unless they shuffle."""
-    each = exchange_results(ranks, lambda: [*sampler], "rows of samplers")
-    order = [row for turn in zip_longest(*each) for row in turn][: len(sampler.dataset)]
-    if len({*order}) < len(order) or not (getattr(sampler, "shuffle", False) or order == sorted(order)):
+def check_samplers(ranks: Ranks, loader: Loader) -> int:
+    """The number of rows, which samplers must deal out in turns, all before one is repeated, in order unless they shuffle."""
+    facts, numbers, rows = zip(*exchange_results(ranks, loader.rank_rows, "samplers"), strict=True)
+    check_same(facts, "sampler and set", DATA)
+    if [*numbers] != [*range(facts[0]["ranks"])]:
+        got = f"{[*numbers]} of {facts[0]['ranks']}"
+        advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
+        raise ValueError(f"expected samplers of ranks 0 to {ranks.size - 1}, got {got}; {advice}")
+    count: int = facts[0]["rows"]
+    order = [row for turn in zip_longest(*rows) for row in turn][:count]
+    if len({*order}) < len(order) or not (facts[0]["shuffles"] or order == sorted(order)):
         advice = "use DistributedSampler, or give each rank its own rows with mesh(batches='parts')"
-        raise ValueError(f"expected samplers that deal out rows in turns, got {type(sampler).__name__}; {advice}")
+        raise ValueError(f"expected samplers that deal out rows in turns, got {facts[0]['kind']}; {advice}")
+    return count
 
 
 def exchange_results(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:

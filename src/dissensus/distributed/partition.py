@@ -23,7 +23,7 @@ from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.weights import Recorder
 from dissensus.distributed.init import start
-from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, mesh as make_mesh, tree_checksum
+from dissensus.distributed.mesh import Mesh, check_same, check_samplers, mesh as make_mesh, tree_checksum
 from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshExchange
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.numerics.randomness import generator_states, restore_generators
@@ -47,8 +47,8 @@ def partition_training(
     if mesh is None:
         start()
         size = world_size()
-        rows = getattr(loader.sampler, "num_replicas", None)  # a sampler has divided rows already
-        members = math.gcd(size, posterior.particles.members) if rows is None else max(size // rows, 1)
+        # A sampler may have divided rows already.
+        members = max(size // loader.ranks, 1) if loader.ranks > 1 else math.gcd(size, posterior.particles.members)
         mesh = make_mesh(members=members) if size > 1 else None
     if mesh is None or isinstance(mesh, str):
         posterior.mesh = mesh
@@ -89,13 +89,9 @@ class TrainingPartition:
         self.exchange = MeshExchange(mesh, self.posterior)
         self.member_slice, self.splits_members = self.exchange.member_slice, self.exchange.splits_members
         self.is_first = mesh.is_first
-        if (sampler := self.loader.sampler) is not None:
-            if (sampler.num_replicas, sampler.rank) != (mesh.data.size, mesh.data.rank):
-                got = f"rank {sampler.rank} of {sampler.num_replicas}"
-                hint = "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
-                raise ValueError(f"expected a sampler of the mesh's data axis, rank {mesh.data!r}, got {got}; {hint}")
-            check_sampler_order(mesh.data, sampler)
-        if sampler is not None or mesh.batches == "parts":
+        if self.loader.ranks > 1:
+            check_samplers(mesh.data, self.loader)
+        if self.loader.ranks > 1 or mesh.batches == "parts":
             self.reads_parts, self.loader_count = True, mesh.data.size
         # Where loaders have no length, ranks tell each other before every step whether they have a batch.
         self._length = None if self.loader.is_stream else self.loader.length
@@ -215,37 +211,29 @@ class TrainingPartition:
         """What an epoch of this number reads from the loader."""
         if self.mesh is None:
             return self.loader
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)
+        self.loader.set_epoch(epoch)
         batches: Iterable[Any] = self.loader
         if self.reads_parts:
             batches = self._read_parts()
         elif self.mesh.data.size > 1 and self.posterior.inputs is None and self.loader.has_separable_rows:
-            batches = self._read_rows()
+            batches = self.loader.partial_batches(self._choose_rows)
         return batches if self.active_mesh is None else self._in_lockstep(iter(batches))
 
     def _read_parts(self) -> Iterator[Batch]:
         """Batches of this rank's own rows; those that its sampler repeats, to be even, have weight 0."""
-        seen, sampler = 0, self.loader.sampler
+        seen = 0
         for batch in self.posterior.read(self.loader):
             seen += batch.size
-            if sampler is not None and seen == len(sampler) and sampler.total_size > len(sampler.dataset):
-                # The k-th row of rank r is number k R + r of all; those past the end are the first ones again.
-                number = torch.arange(seen - batch.size, seen) * sampler.num_replicas + sampler.rank
-                once = (number < len(sampler.dataset)).to(batch.y.device, torch.get_default_dtype())
+            if (first := self.loader.first_reads(seen - batch.size, seen)) is not None:
+                once = first.to(batch.y.device, torch.get_default_dtype())
                 batch = batch._replace(weight=once if batch.weight is None else batch.weight * once)
             yield batch
 
-    def _read_rows(self) -> Iterator[Any]:
-        """Batches of `ds.data.Batches`, of which only this rank's rows are read: not of the first, which is compared."""
-        given, axis = self.loader.given, self.mesh.data
-        for rows in given.rows():
-            size, self._part = rows.stop - rows.start if isinstance(rows, slice) else len(rows), None
-            if self.particles.exchange is self.exchange and size >= axis.size:
-                self._part = size, (here := axis.part_slice(size))
-                whole = isinstance(rows, slice)
-                rows = slice(rows.start + here.start, rows.start + here.stop) if whole else rows[here]
-            yield given.at(rows)
+    def _choose_rows(self, size: int) -> slice:
+        """Which rows of a batch are read: this rank's, but all of the first batch, which is compared."""
+        divided = self.particles.exchange is self.exchange and size >= self.mesh.data.size
+        self._part = (size, self.mesh.row_slice(size)) if divided else None
+        return slice(0, size) if self._part is None else self._part[1]
 
     def _in_lockstep(self, left: Iterator[Any]) -> Iterator[Any]:
         """These batches, as many on every rank: where one has none left, the others would wait for it in the next step."""

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
+from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.likelihood import Classification
-from dissensus.core.loader import Loader, connected_mesh, map_batches, partition_functions
+from dissensus.core.loader import Loader, connected_mesh
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
@@ -67,7 +68,9 @@ class FixedDraw:
         self.members = self.drawn.members
         self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
-        self.portion = partition_functions(posterior, self.drawn)
+        self.portion, mesh = FunctionPartition(self.drawn), connected_mesh(posterior)
+        if mesh is not None:
+            self.portion = mesh.partition_functions(self.drawn, self.device, lambda: not posterior.network_is_random)
 
         @contextmanager
         def context() -> Iterator[None]:  # not a method, by which the functions would keep themselves in memory
@@ -168,10 +171,22 @@ class FixedDraw:
         return checked_members(self.posterior, predictive, self.correction, first=first, later=maxima), maxima[0]
 
     def run_batches(
-        self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
+        self,
+        work: Callable[..., Any],
+        read: Iterable[Any],
+        device: Any = "cpu",
+        portion: FunctionPartition | None = None,
     ) -> Iterator[tuple[Any, Any]]:
-        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `map_batches`."""
-        return map_batches(self.posterior, work, given, self.portion, device)
+        """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
+
+        `device`: device for the results of other processes. `portion`: the functions used by `work`, None for this draw's.
+        """
+        posterior, mesh = self.posterior, connected_mesh(self.posterior)
+        if mesh is None or posterior.particles.divided:  # whose processes all run each network together
+            return ((batch, work(batch)) for batch in read)
+        standing: list[Any] = [e for e in (posterior.calibration, *posterior.promises.values()) if e is not None]
+        seen_by = (posterior.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
+        return mesh.map_batches(work, read, portion=portion or self.portion, seen_by=seen_by, device=device)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ cA, cNLL and cECE (Hendrycks and Dietterich, ICLR 2019; as in the CIFAR-C tables
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,6 @@ from dissensus.attacks.gradient_attacks import Ball, Bounds, Draw, Norm
 from dissensus.calibration.conformal import epistemic_uncertainty
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import FunctionPartition
-from dissensus.core.loader import map_batches
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data import corruptions
@@ -134,10 +133,8 @@ class CorruptedCounts:
         }
 
 
-def corrupted_counts(
-    functions: FixedDraw, loader: Iterable[Any], spec: Corruptions, *, tell: Callable[[int], object] | None = None
-) -> CorruptedCounts:
-    """CorruptedCounts of all inputs of a loader; after every batch, `tell` is called with the number of inputs done."""
+def corrupted_counts(functions: FixedDraw, loader: Iterable[Any], spec: Corruptions) -> CorruptedCounts:
+    """CorruptedCounts of all inputs of a loader."""
     types, severities = spec.types, tuple(spec.severities)
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_outcome`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
@@ -154,8 +151,6 @@ def corrupted_counts(
         means.append(each.mean((1, 2)))
         examples.append(each.half())
         promised.append(rows)
-        if tell is not None:
-            tell(seen)
     if not seen:
         raise ValueError("expected images to corrupt, got no batch; pass a loader that can be iterated more than once")
     if spec.files is not None and seen != (wanted := len(corruptions.read_cifar_c(spec.files, types[0], 1)[1])):
@@ -313,15 +308,13 @@ class AttackedInputs:
         return found | {f"examples/fooling/{key}": value for key, value in self.fooling.items()}
 
 
-def attacked_inputs(
-    functions: FixedDraw, loader: Iterable[Any], spec: AttackCurves, *, tell: Callable[[int], object] | None = None
-) -> AttackedInputs:
-    """AttackedInputs of a loader; after every batch, `tell` is called with the number of inputs done."""
+def attacked_inputs(functions: FixedDraw, loader: Iterable[Any], spec: AttackCurves) -> AttackedInputs:
+    """AttackedInputs of a loader."""
     posterior, member = functions.posterior, MAP(functions.drawn.member(0), likelihood=functions.posterior.likelihood)
     member.recalibrate(*copy.deepcopy(posterior.current_correction()))
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
-    rows, seen = [], 0
+    rows = []
 
     def labelled_batches() -> Iterator[tuple[batches.Inputs, Tensor]]:
         for x, y, _ in posterior.read(loader, anywhere=True):
@@ -342,12 +335,9 @@ def attacked_inputs(
         return torch.stack(table)  # (attacks, 1 + E, 5, B)
 
     # Gradients are of all functions together, whose parts would have to exchange graphs.
-    for batch, values in map_batches(posterior, work, labelled_batches(), FunctionPartition(functions.drawn)):
-        images, y = batch
+    for batch, values in functions.run_batches(work, labelled_batches(), portion=FunctionPartition(functions.drawn)):
+        images = batch[0]
         rows.append(values)
-        seen += len(y)
-        if tell is not None:
-            tell(seen)
     if not rows:
         raise ValueError("expected inputs to attack, got no batch; pass a loader that can be iterated more than once")
     fooling = fooling_inputs(functions, spec, images) if spec.fool_steps else {}

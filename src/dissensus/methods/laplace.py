@@ -7,13 +7,12 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any, Literal, Self, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions
@@ -116,7 +115,8 @@ class Laplace(SamplingPosterior):
                 the choice; after `ds.load` call this again instead.
         """
         make_prior(data_size=data_size)
-        return self._fit_gaussian(loader, data_size or self.data_size or dataset_size(loader), held_out)
+        data = Loader.for_posterior(loader, self)
+        return self._fit_gaussian(data, data_size or self.data_size or dataset_size(data), held_out)
 
     def _fit_gaussian(
         self, loader: Iterable[Any], data_size: int | None, held_out: Iterable[Any] | None = None
@@ -380,16 +380,13 @@ class Laplace(SamplingPosterior):
         return super().blank_draw(sizes, state)
 
 
-def dataset_size(loader: Any) -> int | None:
+def dataset_size(loader: Loader) -> int | None:
     """Rows of the data set of which a DataLoader's sampler or `Subset` reads less than half, with a warning; else None."""
-    given = loader.given if isinstance(loader, Loader) else loader
-    data, rows = getattr(given, "dataset", None), getattr(given, "sampler", None)
-    while isinstance(data, Subset):
-        data = data.dataset
-    if not (isinstance(data, Sized) and isinstance(rows, Sized) and 0 < 2 * len(rows) < len(data)):
+    read, count = loader.row_counts or (0, 0)
+    if not 0 < 2 * read < count:
         return None
     log.warning(
         "the loader reads %d of %d rows, so Laplace counts each %.3g times; pass data_size=%d if the network was trained on "
-        "these alone", len(rows), len(data), len(data) / len(rows), len(rows),
+        "these alone", read, count, count / read, read,
     )  # fmt: skip
-    return len(data)
+    return count

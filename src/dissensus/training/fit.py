@@ -415,8 +415,7 @@ def standardise_targets(posterior: Posterior, loader: Loader) -> None:
     if int(posterior.steps):
         what = "one that was trained on targets that are not standardised"
         raise ValueError(f"expected an untrained posterior, got {what}; build a new one, or leave targets out")
-    if loader.can_be_read_once:
-        raise ValueError("expected a loader that can be read twice, got a generator; pass a list of its batches")
+    loader.check_rereadable()
     measured = _mean_and_std(batch.y for batch in posterior.read(loader))
     for each in likelihoods:
         each.set_target_scale(measured)

@@ -94,9 +94,7 @@ def set_relative_rates(posterior: Posterior, optimizer: Optimizer, division: Tra
     loader = division.complete_loader(division.loader)
     with preserve_random_state(posterior.device):
         state = loader.state()
-        if loader.can_be_read_once:
-            hint = "pass a list of its batches, or an optimizer"
-            raise ValueError(f"expected a loader to read twice, to measure a rate, got a generator; {hint}")
+        loader.check_rereadable(", or an optimizer")  # to measure a rate
         first = next(iter(posterior.read(loader)), None)
         loader.restore(state)
     if first is None:  # fit says so

@@ -3,7 +3,7 @@
 Splits of a segmentation store metrics, means per image and a few maps instead of pixels.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -202,7 +202,7 @@ def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str
         about = f"{len(spec.types)} corruptions × {len(spec.severities)} severities of {len(rows.y)} inputs"
         tell(about)
         spec = replace(spec, standardiser=data.standardiser)
-        counts = corrupted_counts(functions, loader(rows), spec, tell=lambda done: tell(f"{about}: {done} done"))
+        counts = corrupted_counts(functions, tell_progress(loader(rows), about, tell), spec)
         return lambda path: write_counts(path, counts)
     attacks = attack_curves(config) if split == ATTACK else None
     if attacks is not None:
@@ -211,7 +211,7 @@ def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str
         tell(about)
         bounds = (0.0, 1.0) if data.has_images else None
         asked = replace(attacks, standardiser=data.standardiser, bounds=bounds)
-        found = attacked_inputs(functions, loader(rows), asked, tell=lambda done: tell(f"{about}: {done} done"))
+        found = attacked_inputs(functions, tell_progress(loader(rows), about, tell), asked)
         return lambda path: write_attacked(path, found)
     tell(split)
     rows = _split_rows(split, config, data)
@@ -223,6 +223,14 @@ def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str
     labelled = split != GRID and not split.startswith("ood-")
     said = predictions(functions, loader(rows), name=split, labelled=labelled, picture=picture)
     return lambda path: write_predictions(path, in_original_units(said, data.targets, rows.y))
+
+
+def tell_progress(loader: Iterable[Any], about: str, tell: Callable[[str], object]) -> Iterator[Any]:
+    """The loader's batches (x, y); after each, `tell` is called with the number of inputs done."""
+    done = 0
+    for batch in loader:
+        yield batch
+        tell(f"{about}: {(done := done + len(batch[1]))} done")
 
 
 def in_original_units(predictions: Predictions, targets: Standardiser | None, y: Tensor) -> Predictions:
