@@ -246,6 +246,15 @@ def test_a_loader_knows_the_rows_that_it_reads():
     ] == [ROWS[1][1:4].tolist(), ROWS[1][5:].tolist()]
 
 
+def test_parts_of_batches_are_in_the_order_that_is_drawn_when_the_first_is_read():
+    loader = Batches(*ROWS, batch_size=6, shuffle=True)
+    parts = Loader(loader).partial_batches(lambda size: slice(0, 2))
+    torch.manual_seed(1)
+    found = next(parts)[1]
+    torch.manual_seed(1)
+    assert torch.equal(found, next(iter(loader))[1][:2])
+
+
 def test_data_become_batches_which_training_shuffles():
     x, y = torch.arange(64.0)[:, None], torch.arange(64)
     assert [len(rows) for _, rows in Loader((x, y))] == [64]

@@ -1,6 +1,7 @@
 """Training on a mesh is training on one process: the same weights, functions, losses and files."""
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -13,6 +14,8 @@ from workers import said, workers
 import dissensus as ds
 import test_contract
 import tiny
+from dissensus.core.loader import Loader
+from dissensus.distributed.partition import MeshTrainingPartition, TrainingPartition
 from dissensus.training.checkpoint import read_distributed
 from dissensus.training.validation import validation_nll
 
@@ -280,7 +283,7 @@ def test_what_cannot_be_divided_is_said_in_one_line():
     starts = [
         "expected at most 1 ranks for 1 members, got 2; pass mesh(data=2)",
         "expected a plain network, got DistributedDataParallel; pass net.module",
-        "expected the same batches in every process, got different ones; ",
+        "expected the same batches on all ranks, got unequal ones on ranks 1 and 0; give shuffling loaders one seed",
         "expected samplers of ranks 0 to 1, got [0, 0] of 3; use DistributedSampler(",
         "expected z of each member with a row for each example, got shape (2, 1, 4)",
         "expected engine on a mesh of auto, loop, vectorised, got 'compiled'",
@@ -434,7 +437,7 @@ def different(which):
         "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes",
         "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes",
         "rows": "ValueError: expected outputs that do not depend on other rows of a batch",
-        "order": "ValueError: expected the same batches in every process, got different",
+        "order": "ValueError: expected the same batches on all ranks, got unequal ones",
         "validation": "ValueError: expected labels in 0…2, got 9",
         "uneven parts": "ValueError: expected parts of a batch with as many rows in every process",
     }.items(),
@@ -549,3 +552,19 @@ def standardised():
 def test_processes_with_other_numbers_of_parts_do_not_wait_for_each_other_to_measure_targets():
     for text in workers().run(2, standardised):
         assert text.startswith("ValueError: expected the same number of batches on all ranks"), text
+
+
+def test_one_process_and_a_mesh_have_one_interface():
+    asked = {name for name, each in vars(TrainingPartition).items() if inspect.isfunction(each)}
+    assert asked <= {*vars(MeshTrainingPartition)}
+
+
+def test_an_epoch_on_a_mesh_begins_where_its_first_batch_is_read():
+    """A resumed epoch sets the random state before it reads: the order of the rows must not be drawn earlier."""
+    x, y = tiny.points()
+    loader = ds.data.Batches(x, y, batch_size=4, shuffle=True)
+    batches = MeshTrainingPartition(ds.MAP(plain()), Loader(loader), ds.distributed.mesh()).training_batches(0)
+    torch.manual_seed(3)
+    found = next(iter(batches))
+    torch.manual_seed(3)
+    assert torch.equal(found[0], next(iter(loader))[0])

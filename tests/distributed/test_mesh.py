@@ -153,7 +153,7 @@ def test_on_one_process_nothing_is_exchanged_and_no_operation_dispatched_for_it(
     assert asked == {
         "gradient_context", "loop_context", "batch_rows", "batch_fraction", "couple_members", "mix_gradients",
         "reduce_gradients", "scale_by_fraction", "total_batch_weight", "gather_members", "any_process", "reduce_flag",
-        "average_members", "submit_gradients",
+        "average_members", "submit_gradients", "take_rows",
     }  # fmt: skip
 
 

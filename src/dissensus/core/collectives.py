@@ -27,6 +27,10 @@ class Exchange:
         """The context of a loop over this process's members."""
         return nullcontext()
 
+    def take_rows(self, batch: Any) -> Any:
+        """The rows of the batch that lie here."""
+        return batch
+
     def batch_rows(self, size: int) -> tuple[int, slice]:
         """(number of rows of the whole batch, which of them this process has); `size`: the number of rows it has."""
         return size, slice(0, size)

@@ -111,7 +111,8 @@ class Loader:
 
     def partial_batches(self, choose: Callable[[int], slice]) -> Iterator[Any]:
         """Batches of the rows choose(B) of each, which are all that is read; its rows must be separable."""
-        return (self.given.at(rows[choose(len(rows))]) for rows in self.given.rows())
+        for rows in self.given.rows():
+            yield self.given.at(rows[choose(len(rows))])
 
     def replace_rows(self, make: Callable[[Iterable[Any]], tuple[Any, ...]]) -> Any:
         """The same loader of other rows, make(batches of all in order): ({name: tensor}, y, ...); None if it has no order."""
@@ -120,8 +121,8 @@ class Loader:
             return given.replace_rows(make)
         if not isinstance(given, DataLoader) or self.is_stream or given.batch_sampler is None:
             return None
-        how: Any = {"collate_fn": given.collate_fn, "num_workers": given.num_workers}
-        x, *rest = make(DataLoader(given.dataset, given.batch_size or 256, **how))
+        size, collate, workers = given.batch_size or 256, given.collate_fn, given.num_workers
+        x, *rest = make(DataLoader(given.dataset, size, collate_fn=collate, num_workers=workers))
         rows = StackDataset(StackDataset(**x), *rest)
         return DataLoader(rows, batch_sampler=given.batch_sampler, generator=given.generator)
 

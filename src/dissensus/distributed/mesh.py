@@ -429,7 +429,7 @@ class JoinedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         sampled = self.loader.ranks > 1
-        rows = check_samplers(self.ranks, self.loader) if sampled else 0  # left to read
+        rows = check_turns(self.ranks, self.loader) if sampled else 0  # left to read
         left, mine = iter(self.loader if self.read is None else self.read(self.loader)), list[Any]()
 
         def read_part() -> tuple[int, bytes]:
@@ -464,7 +464,7 @@ def _join_rows(parts: list[Any], join: Callable[[Any], Tensor], most: int | None
     return pytree.tree_map(join_leaf, *parts)
 
 
-def check_samplers(ranks: Ranks, loader: Loader) -> int:
+def check_turns(ranks: Ranks, loader: Loader) -> int:
     """The number of rows, which samplers must deal out in turns, all before one is repeated, in order unless they shuffle."""
     facts, numbers, rows = zip(*exchange_results(ranks, loader.rank_rows, "samplers"), strict=True)
     check_same(facts, "sampler and set", DATA)

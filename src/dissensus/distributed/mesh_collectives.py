@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed
 
-from dissensus.core.batch import Batch
+from dissensus.core.batch import Batch, Inputs, map_tensors
 from dissensus.core.collectives import ALONE, Exchange
 from dissensus.core.gradients import Gradients
+from dissensus.core.likelihood import expand_weight
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.posterior import Posterior
 from dissensus.distributed import replayed_rng
@@ -30,6 +31,7 @@ from dissensus.utils.torch_private import pytree
 # Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has
 Plan = tuple[list[replayed_rng.Draw], list[tuple[int | None, int]]]
 UNDIVIDED = "divide only members: mesh(data=1)"
+UNEVEN = "expected parts of a batch with as many rows in every process"
 
 
 class LocalBatch(NamedTuple):
@@ -55,6 +57,10 @@ class MeshExchange(Exchange):
         self.splits_members = mesh.members.group is not None and self.members > 1
         self.local_batch = LocalBatch(0, slice(0, 0))
         self.at_once = False  # whether members run by vmap, where they can
+        self.reads_parts = False  # whether the loader gives this rank's rows alone
+        self.part: tuple[int, slice] | None = None  # (rows of the last batch, which were read), where not all were
+        self._sizes: set[int] = set()  # of parts
+        self.uneven: Tensor | bool = False  # () whether ranks had parts of other sizes; looked at after an epoch
         self._plans: dict[Any, Plan] = {}
         self._axes: list[tuple[int | None, int]] = []
         self._batch = Batch((), torch.zeros(0))
@@ -63,6 +69,43 @@ class MeshExchange(Exchange):
         self._probing = False
         self._pending_sums: list[distributed.Work] = []  # sums that have begun
         self._sums_begun = False  # whether they were those of this batch
+
+    def take_rows(self, batch: Batch) -> Batch:
+        data, size, weight = self.mesh.data, batch.size, example_weights(self.posterior, batch)
+        if data.group is None:
+            self.local_batch = LocalBatch(size, slice(0, size))
+            return batch
+        if self.reads_parts:
+            self.local_batch = self._measure_part(size, weight.sum())
+            return batch
+        if self.part is None and size < data.size:
+            self.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
+            return batch
+        if self.part is not None:
+            (size, here), own = self.part, weight.sum()
+            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
+            total = weight.new_tensor(size) if alike else data.sum(own.clone())
+        else:
+            here = self.mesh.row_slice(size)
+            own, total = weight[here].sum(), weight.sum()
+            weights = None if batch.weight is None else batch.weight[here]
+            batch = Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
+        mine = torch.where(total > 0, own / total, batch.size / size)
+        self.local_batch = LocalBatch(size, here, mine, total, is_split=True)
+        return batch
+
+    def _measure_part(self, size: int, weight: Tensor) -> LocalBatch:
+        """The share of a batch that is this rank's part of a whole one."""
+        data = self.mesh.data
+        each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)
+        if size not in self._sizes:
+            self._sizes.add(size)
+            if len({*(sizes := [*map(int, each[:, 0].tolist())])}) > 1:
+                raise ValueError(f"{UNEVEN}, got {sizes}; make them even")
+        self.uneven = self.uneven | (each[:, 0] != size).any()
+        total = each[:, 1].sum()
+        mine = torch.where(total > 0, weight / total, 1 / data.size)
+        return LocalBatch(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, is_split=True)
 
     def batch_rows(self, size: int) -> tuple[int, slice]:
         # In a trial run of a few rows, any that are as many.
@@ -133,8 +176,7 @@ class MeshExchange(Exchange):
 
     @contextmanager
     def loop_context(self) -> Iterator[None]:
-        # Of members that lie elsewhere it is drawn before and after.
-        noise = self._noise if self.splits_members else None
+        noise = self._noise if self.splits_members else None  # that of members elsewhere is drawn before and after
         try:
             if noise is not None:
                 noise.paused = True  # all at once may have failed, whose draws were others
@@ -271,3 +313,17 @@ def _exchange_flat(exchange: Callable[[Tensor], Tensor], each: list[Tensor]) -> 
         for i, part in zip(places, torch.split(flat, [each[i][0].numel() for i in places], dim=1), strict=True):
             found[i] = part.view(len(flat), *each[i].shape[1:])
     return found
+
+
+def select_rows(x: Inputs, size: int, rows: slice) -> Inputs:
+    """These rows of every tensor of x that has as many as the batch."""
+    return map_tensors(x, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == size else tensor)
+
+
+def example_weights(posterior: Posterior, batch: Batch) -> Tensor:
+    """(B,) how much each example counts in a mean over the batch: its weight, over entries that count."""
+    weight = torch.ones(batch.size, device=batch.y.device) if batch.weight is None else batch.weight
+    weight, entries = weight.double(), posterior.likelihood.training_weight(batch.y)
+    if entries is None:
+        return weight
+    return (expand_weight(weight, entries.double()) * entries).reshape(batch.size, -1).sum(1)

@@ -4,34 +4,31 @@ Every process reads the same whole batches, or each rank of the data axis reads 
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, Inputs, call_network, map_tensors
+from dissensus.core.batch import Batch, call_network
 from dissensus.core.collectives import Exchange
 from dissensus.core.divergence import Diverged
-from dissensus.core.likelihood import expand_weight
 from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.weights import Recorder
 from dissensus.distributed.init import start
-from dissensus.distributed.mesh import Mesh, check_same, check_samplers, mesh as make_mesh, tree_checksum
-from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshExchange
+from dissensus.distributed.mesh import Mesh, check_same, check_turns, exchange_results, mesh as new_mesh, tree_checksum
+from dissensus.distributed.mesh_collectives import UNDIVIDED, UNEVEN, MeshExchange, select_rows
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.numerics.randomness import generator_states, restore_generators
 from dissensus.utils.checks import one_of
 from dissensus.utils.process_group import world_size
 from dissensus.utils.sharding import is_divided
-
-UNEVEN = "expected parts of a batch with as many rows in every process"
 
 
 @contextmanager
@@ -49,14 +46,14 @@ def partition_training(
         size = world_size()
         # A sampler may have divided rows already.
         members = max(size // loader.ranks, 1) if loader.ranks > 1 else math.gcd(size, posterior.particles.members)
-        mesh = make_mesh(members=members) if size > 1 else None
+        mesh = new_mesh(members=members) if size > 1 else None
     if mesh is None or isinstance(mesh, str):
         posterior.mesh = mesh
         yield TrainingPartition(posterior, loader)
     else:
         posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing
         try:
-            yield TrainingPartition(posterior, loader, mesh)
+            yield MeshTrainingPartition(posterior, loader, mesh)
         finally:
             del posterior.particles.exchange
     for each in (posterior, *posterior.watchers):
@@ -64,44 +61,70 @@ def partition_training(
 
 
 class TrainingPartition:
-    """A posterior's training on one process, or divided over a mesh, the same in every process."""
+    """A posterior's training, in the form for one process; `MeshTrainingPartition` is that for several."""
 
-    def __init__(self, posterior: Posterior, loader: Loader, mesh: Mesh | None = None) -> None:
-        self.posterior, self.particles, self.loader = posterior, posterior.particles, loader
-        self.mesh: Any = mesh  # None on one process, as is the exchange
-        self.exchange: Any = None
-        self.is_first = True  # whether this process writes and prints
-        self.active_mesh = mesh if mesh is not None and mesh.size > 1 else None
-        self.members, self.member_slice = self.particles.members, slice(None)  # M, which of them lie here
-        self.splits_members = self.reads_parts = False  # reads_parts: whether the loader gives this rank's rows alone
-        self.loader_count = 1  # how many ranks' batches make a whole one
-        self._part: tuple[int, slice] | None = None  # (rows of the last batch, which were read), where not all were
-        self._began = False
-        self._sizes: set[int] = set()  # of parts
-        self._uneven: Tensor | None = None  # () whether ranks had parts of other sizes; looked at after an epoch
-        # (tensor, its values of all members, the axis of members)
-        self._full_tensors: list[tuple[Tensor, Tensor, int]] = []
-        if mesh is not None:
-            self._divide(mesh)
+    active_mesh: Mesh | None = None  # of several processes
+    is_first = True  # whether this process writes and prints
+    loader_count = 1  # how many ranks' batches make a whole one
+    member_slice = slice(None)  # which members lie here
 
-    def _divide(self, mesh: Mesh) -> None:
-        check_divisible(mesh, self.posterior)
-        self.exchange = MeshExchange(mesh, self.posterior)
-        self.member_slice, self.splits_members = self.exchange.member_slice, self.exchange.splits_members
-        self.is_first = mesh.is_first
-        if self.loader.ranks > 1:
-            check_samplers(mesh.data, self.loader)
-        if self.loader.ranks > 1 or mesh.batches == "parts":
-            self.reads_parts, self.loader_count = True, mesh.data.size
-        # Where loaders have no length, ranks tell each other before every step whether they have a batch.
-        self._length = None if self.loader.is_stream else self.loader.length
-        if self.active_mesh is not None:
-            check_same(mesh.gather_objects(self._length), "number of batches", "make the loaders equally long")
+    def __init__(self, posterior: Posterior, loader: Loader) -> None:
+        self.posterior, self.loader = posterior, loader
 
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
-        if self.mesh is None:
-            return
+
+    def local_state(self, optimizer: Optimizer, batch: Batch) -> AbstractContextManager[None]:
+        """Inside, particles, recorders and chains are those that lie here; afterwards all again. `batch`: the first one."""
+        return nullcontext()
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, the optimiser has the states of all members, as one process would; afterwards those that lie here again."""
+        return nullcontext()
+
+    def training_batches(self, epoch: int) -> Iterable[Any]:
+        """What an epoch of this number reads from the loader."""
+        return self.loader
+
+    def complete_loader(self, loader: Loader) -> Loader:
+        """The loader's batches, whole: for what is measured on all rows."""
+        return loader
+
+    def choose_engine(self, engine: str) -> str:
+        """The engine as `fit` was asked for it, or one that can be divided."""
+        return engine
+
+    def gather_losses(self, losses: Tensor) -> Tensor:
+        """(M,) losses of all members; `losses`: of those that lie here."""
+        return losses
+
+    def share_batches(self, work: Callable[[Iterable[Any]], Any], batches: Iterable[Any], what: str) -> list[Any]:
+        """What work(batches) gives in every process, of which each takes other batches; `what` names it in errors."""
+        return [work(batches)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What the first process says."""
+        return value
+
+
+class MeshTrainingPartition(TrainingPartition):
+    """A posterior's training divided over a mesh, the same in every process."""
+
+    def __init__(self, posterior: Posterior, loader: Loader, mesh: Mesh) -> None:
+        super().__init__(posterior, loader)
+        check_divisible(mesh, posterior)
+        self.mesh, self.particles, self.exchange = mesh, posterior.particles, MeshExchange(mesh, posterior)
+        self.active_mesh, self.is_first = mesh if mesh.size > 1 else None, mesh.is_first
+        self.members, self.member_slice, self._began = self.particles.members, self.exchange.member_slice, False
+        if loader.ranks > 1:
+            check_turns(mesh.data, loader)
+        if loader.ranks > 1 or mesh.batches == "parts":
+            self.exchange.reads_parts, self.loader_count = True, mesh.data.size
+        # Where loaders have no length, ranks tell each other before every step whether they have a batch.
+        self._length = None if loader.is_stream else loader.length
+        check_same(mesh.gather_objects(self._length), "number of batches", "make the loaders equally long")
+
+    def begin(self) -> None:
         use_channels_last(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
         self._broadcast_tensors()
         device = self.posterior.device
@@ -116,45 +139,39 @@ class TrainingPartition:
 
     @contextmanager
     def local_state(self, optimizer: Optimizer, batch: Batch) -> Iterator[None]:
-        """Inside, particles, recorders and chains are those that lie here; afterwards all again. `batch`: the first one."""
-        if self.mesh is None:
-            yield
-            return
         self._check_first_batch(batch)
         chains, here = getattr(optimizer, "generators", []), self.member_slice
-        for tensor, axis in self._member_tensors():
-            self._full_tensors.append((tensor, tensor.data, axis))
+        full = [(tensor, tensor.data, axis) for tensor, axis in self._member_tensors()]
+        for tensor, _, axis in full:
             tensor.data = tensor.data.narrow(axis, here.start, here.stop - here.start).clone()
-        if self._full_tensors:
+        if full:
             self.particles.members = here.stop - here.start
             if len(chains) == self.members:
                 optimizer.generators = chains[here]  # type: ignore[attr-defined]
         between, self.particles.exchange = self.particles.exchange, self.exchange
         try:
             yield
-            self._gather_members()
+            self._gather_members(full)
         except Diverged:  # in all processes, which are as they were after the last good step
-            self._gather_members()
+            self._gather_members(full)
             raise
         finally:
-            for tensor, whole, _ in self._full_tensors:
+            for tensor, whole, _ in full:
                 tensor.data, tensor.grad = whole, None
-            self._full_tensors = []
             self.particles.members = self.members
             self.particles.exchange = between
             if chains:
                 optimizer.generators = chains  # type: ignore[attr-defined]
-        if self._uneven is not None and bool(self._uneven):
+        if self.exchange.uneven:
             raise ValueError(f"{UNEVEN}, got others; make them even")
         check_equal_tensors(self.mesh, self.posterior)
 
     def _check_first_batch(self, batch: Batch) -> None:
         # Processes that should read the same batch: all, or those of one place on the data axis.
-        axis, mine = self.mesh.members if self.reads_parts else self.mesh, tree_checksum(batch)
-        if any(other != mine for other in axis.gather_objects(mine)):
-            advice = 'give shuffling loaders one seed, or pass mesh(..., batches="parts")'
-            raise ValueError(f"expected the same batches in every process, got different ones; {advice}")
-        if self.reads_parts and not self._began:  # what was measured on the first batch was measured on other rows
+        ranks = self.mesh.members if self.exchange.reads_parts else self.mesh
+        advice = 'give shuffling loaders one seed, or pass mesh(..., batches="parts")'
+        check_same(ranks.gather_objects(tree_checksum(batch)), "batches", advice)
+        if self.exchange.reads_parts and not self._began:  # what was measured on the first batch is of other rows
             self._broadcast_tensors()
         if self.mesh.data.size > 1 and not self._began:
             check_independent_rows(self.posterior, batch)
@@ -162,7 +179,7 @@ class TrainingPartition:
 
     def _member_tensors(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
-        if not self.splits_members:
+        if not self.exchange.splits_members:
             return []
         found = {id(tensor): (tensor, 0) for tensor in tensors_by_name(self.particles.own).values()}
         for recorder in (each for each in self.posterior.modules() if isinstance(each, Recorder)):
@@ -170,20 +187,19 @@ class TrainingPartition:
         return list(found.values())
 
     @torch.no_grad()
-    def _gather_members(self) -> None:
-        """Puts what lies here into the tensors of all members, with what lies in other processes."""
+    def _gather_members(self, full: list[tuple[Tensor, Tensor, int]]) -> None:
+        """Puts tensors that lie here into those of all members, with what lies in other processes; the axis of members."""
         if self.mesh.statistics == "per rank":
             for buffer in self.particles.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.mesh.data.sum(buffer.contiguous().clone()) / self.mesh.data.size)
-        for tensor, whole, axis in self._full_tensors:
+        for tensor, whole, axis in full:
             whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
 
     @contextmanager
     def full_optimizer_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimiser has the states of all members, as one process would; afterwards those that lie here again."""
         chains = getattr(optimizer, "generators", [])
-        if self.splits_members and len(chains) == self.members:
+        if self.exchange.splits_members and len(chains) == self.members:
             states = self.mesh.members.gather_objects([chain.get_state() for chain in chains[self.member_slice]])
             for chain, state in zip(chains, (state for each in states for state in each), strict=True):
                 chain.set_state(state)
@@ -198,7 +214,7 @@ class TrainingPartition:
 
     def _member_states(self, optimizer: Optimizer) -> list[tuple[Tensor, str, Tensor]]:
         """(parameter, key, tensor) of the states of own parameters, where members lie in different processes."""
-        parameters = self.particles.own_parameters() if self.splits_members else {}
+        parameters = self.particles.own_parameters() if self.exchange.splits_members else {}
         own = {id(parameter) for parameter in parameters.values()}
         return [
             (parameter, key, value)
@@ -208,16 +224,13 @@ class TrainingPartition:
         ]
 
     def training_batches(self, epoch: int) -> Iterable[Any]:
-        """What an epoch of this number reads from the loader."""
-        if self.mesh is None:
-            return self.loader
         self.loader.set_epoch(epoch)
         batches: Iterable[Any] = self.loader
-        if self.reads_parts:
+        if self.exchange.reads_parts:
             batches = self._read_parts()
         elif self.mesh.data.size > 1 and self.posterior.inputs is None and self.loader.has_separable_rows:
             batches = self.loader.partial_batches(self._choose_rows)
-        return batches if self.active_mesh is None else self._in_lockstep(iter(batches))
+        return self._in_lockstep(batches)
 
     def _read_parts(self) -> Iterator[Batch]:
         """Batches of this rank's own rows; those that its sampler repeats, to be even, have weight 0."""
@@ -232,12 +245,12 @@ class TrainingPartition:
     def _choose_rows(self, size: int) -> slice:
         """Which rows of a batch are read: this rank's, but all of the first batch, which is compared."""
         divided = self.particles.exchange is self.exchange and size >= self.mesh.data.size
-        self._part = (size, self.mesh.row_slice(size)) if divided else None
-        return slice(0, size) if self._part is None else self._part[1]
+        self.exchange.part = (size, self.mesh.row_slice(size)) if divided else None
+        return slice(0, size) if self.exchange.part is None else self.exchange.part[1]
 
-    def _in_lockstep(self, left: Iterator[Any]) -> Iterator[Any]:
+    def _in_lockstep(self, batches: Iterable[Any]) -> Iterator[Any]:
         """These batches, as many on every rank: where one has none left, the others would wait for it in the next step."""
-        mesh = self.mesh
+        mesh, left = self.mesh, iter(batches)
         for number in count():
             batch = next(left, None)
             over, wanted = batch is None, number == self._length
@@ -252,54 +265,10 @@ class TrainingPartition:
             yield batch
 
     def complete_loader(self, loader: Loader) -> Loader:
-        """The loader's batches, whole: for what is measured on all rows."""
-        if self.mesh is None:
-            return loader
         return Loader(self.mesh.complete_loader(loader, self.posterior.read), complete=True)
 
-    def take_local_rows(self, batch: Batch) -> Batch:
-        """The rows of the batch that lie here; takes note of how much of it they are."""
-        data, size, weight = self.mesh.data, batch.size, example_weights(self.posterior, batch)
-        if data.group is None:
-            self.exchange.local_batch = LocalBatch(size, slice(0, size))
-            return batch
-        if self.reads_parts:
-            self.exchange.local_batch = self._measure_part(size, weight.sum())
-            return batch
-        if self._part is None and size < data.size:
-            self.exchange.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
-            return batch
-        if self._part is not None:
-            (size, here), own = self._part, weight.sum()
-            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
-            total = weight.new_tensor(size) if alike else data.sum(own.clone())
-        else:
-            here = self.mesh.row_slice(size)
-            own, total = weight[here].sum(), weight.sum()
-            weights = None if batch.weight is None else batch.weight[here]
-            batch = Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
-        mine = torch.where(total > 0, own / total, batch.size / size)
-        self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
-        return batch
-
-    def _measure_part(self, size: int, weight: Tensor) -> LocalBatch:
-        """The share of a batch that is this rank's part of a whole one."""
-        data = self.mesh.data
-        each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)
-        if size not in self._sizes:
-            self._sizes.add(size)
-            if len({*(sizes := [*map(int, each[:, 0].tolist())])}) > 1:
-                raise ValueError(f"{UNEVEN}, got {sizes}; make them even")
-        uneven = (each[:, 0] != size).any()
-        self._uneven = uneven if self._uneven is None else self._uneven | uneven
-        total = each[:, 1].sum()
-        mine = torch.where(total > 0, weight / total, 1 / data.size)
-        return LocalBatch(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, is_split=True)
-
     def choose_engine(self, engine: str) -> str:
-        """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
-        if self.mesh is None:
-            return engine
+        # Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU.
         known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
         divided = "engine of divided networks, which run one after the other"
         what = divided if self.particles.divided else "engine on a mesh"
@@ -309,18 +278,18 @@ class TrainingPartition:
         return engine
 
     def gather_losses(self, losses: Tensor) -> Tensor:
-        """(M,) losses of all members; `losses`: of those that lie here."""
-        return self.mesh.members.gather(losses, self.members) if self.splits_members else losses
+        return self.mesh.members.gather(losses, self.members) if self.exchange.splits_members else losses
 
-    def assigned_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches that this process looks at where each is looked at by one."""
-        if (mesh := self.active_mesh) is None or self.particles.divided:  # all must run divided networks together
-            return iter(batches)
-        return (batch for number, batch in enumerate(batches) if number % mesh.size == mesh.rank)
+    def share_batches(self, work: Callable[[Iterable[Any]], Any], batches: Iterable[Any], what: str) -> list[Any]:
+        def mine() -> Iterator[Any]:  # begins where work does
+            for number, batch in enumerate(batches):  # all run divided networks together
+                if self.particles.divided or number % self.mesh.size == self.mesh.rank:
+                    yield batch
+
+        return exchange_results(self.mesh, lambda: work(mine()), what)
 
     def broadcast_object(self, value: Any) -> Any:
-        """What the first process says."""
-        return value if self.active_mesh is None else self.active_mesh.gather_objects(value)[0]
+        return self.mesh.gather_objects(value)[0]
 
 
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
@@ -369,17 +338,3 @@ def check_independent_rows(posterior: Posterior, batch: Batch) -> None:
     close = (alone - among).abs() <= 0.01 * among.abs().max()
     if not (posterior.network_is_random or bool((close | among.isnan()).all())):
         raise ValueError(f"expected outputs that do not depend on other rows of a batch, got some that do; {UNDIVIDED}")
-
-
-def select_rows(x: Inputs, size: int, rows: slice) -> Inputs:
-    """These rows of every tensor of x that has as many as the batch."""
-    return map_tensors(x, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == size else tensor)
-
-
-def example_weights(posterior: Posterior, batch: Batch) -> Tensor:
-    """(B,) how much each example counts in a mean over the batch: its weight, over entries that count."""
-    weight = torch.ones(batch.size, device=batch.y.device) if batch.weight is None else batch.weight
-    weight, entries = weight.double(), posterior.likelihood.training_weight(batch.y)
-    if entries is None:
-        return weight
-    return (expand_weight(weight, entries.double()) * entries).reshape(batch.size, -1).sum(1)

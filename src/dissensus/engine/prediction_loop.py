@@ -171,22 +171,19 @@ class FixedDraw:
         return checked_members(self.posterior, predictive, self.correction, first=first, later=maxima), maxima[0]
 
     def run_batches(
-        self,
-        work: Callable[..., Any],
-        read: Iterable[Any],
-        device: Any = "cpu",
-        portion: FunctionPartition | None = None,
+        self, work: Callable[..., Any], read: Iterable[Any], device: Any = "cpu", *, whole: bool = False
     ) -> Iterator[tuple[Any, Any]]:
         """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
 
-        `device`: device for the results of other processes. `portion`: the functions used by `work`, None for this draw's.
+        `device`: device for the results of other processes. `whole`: whether `work` runs all functions itself.
         """
         posterior, mesh = self.posterior, connected_mesh(self.posterior)
         if mesh is None or posterior.particles.divided:  # whose processes all run each network together
             return ((batch, work(batch)) for batch in read)
         standing: list[Any] = [e for e in (posterior.calibration, *posterior.promises.values()) if e is not None]
         seen_by = (posterior.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-        return mesh.map_batches(work, read, portion=portion or self.portion, seen_by=seen_by, device=device)
+        portion = FunctionPartition(self.drawn) if whole else self.portion
+        return mesh.map_batches(work, read, portion=portion, seen_by=seen_by, device=device)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from dissensus.attacks import implicit_corruptions
 from dissensus.attacks.gradient_attacks import Ball, Bounds, Draw, Norm
 from dissensus.calibration.conformal import epistemic_uncertainty
 from dissensus.core import batch as batches
-from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data import corruptions
@@ -335,7 +334,7 @@ def attacked_inputs(functions: FixedDraw, loader: Iterable[Any], spec: AttackCur
         return torch.stack(table)  # (attacks, 1 + E, 5, B)
 
     # Gradients are of all functions together, whose parts would have to exchange graphs.
-    for batch, values in functions.run_batches(work, labelled_batches(), portion=FunctionPartition(functions.drawn)):
+    for batch, values in functions.run_batches(work, labelled_batches(), whole=True):
         images = batch[0]
         rows.append(values)
     if not rows:

@@ -111,9 +111,8 @@ class Checkpoints:
                 "best": {**vars(best)},
             }
             if folder:
-                write_distributed(
-                    path, state, division.active_mesh, posterior.particles.members, self._member_row_ids(state)
-                )
+                own = self._member_row_ids(state)
+                write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
             elif division.is_first:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replace_file(path) as temporary:
@@ -343,9 +342,8 @@ def _dtype_and_shape(tensor: Tensor) -> str:
 def newest_checkpoint(path: Path) -> Path | None:
     """The last finished checkpoint in the folder."""
     every = path.glob("*/.metadata") if path.is_dir() else ()
-    return max(
-        (each.parent for each in every if each.parent.name.isdigit() and (each.parent / RUN).exists()), default=None
-    )
+    finished = (each.parent for each in every if each.parent.name.isdigit() and (each.parent / RUN).exists())
+    return max(finished, default=None)
 
 
 def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:

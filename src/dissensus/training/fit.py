@@ -119,7 +119,7 @@ def fit(
         check_run(posterior, lr, optimizer, scheduler, patience=patience, validation=validation)
         if targets is not None:
             standardise_targets(posterior, division.complete_loader(data))
-        _move_to_device(posterior, _training_device(device, posterior))
+        _move_to_device(posterior, device)
         division.begin()
         resumes = checkpoint_exists(checkpoint, division)
         plan = Optimisation(posterior, optimizer, scheduler, division, lr=lr, epochs=epochs, resumes=resumes)
@@ -237,7 +237,7 @@ class _Run:
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
                     divided.enter_context(self.division.local_state(self.plan.optimizer, batch))
                     total = None if total is None else total[self.division.member_slice].clone()
-                rows = batch if self.division.mesh is None else self.division.take_local_rows(batch)
+                rows = posterior.particles.exchange.take_rows(batch)
                 with SmallBatchGuard(batch.x):
                     step = self.step or self._build_step(rows)
                     losses = step.run(rows)
@@ -321,16 +321,12 @@ def _resume_note(done: int, epochs: int) -> str:
     return f"resumed {f'at epoch {done + 1}' if done < epochs else 'after the last epoch'} of {epochs}"
 
 
-def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
-    if device is not None:
-        return available_device(device)
-    return torch.device("cuda") if torch.cuda.is_available() and posterior.device.type == "cpu" else posterior.device
-
-
-def _move_to_device(posterior: Posterior, device: torch.device) -> None:
-    """Moves the posterior if something of it is elsewhere: torch takes long to see that nothing is."""
-    if any(tensor.device != device for tensor in (*posterior.parameters(), *posterior.buffers())):
-        posterior.to(device)
+def _move_to_device(posterior: Posterior, device: torch.device | str | None) -> None:
+    """Moves the posterior to this device, or to the GPU, if something of it is elsewhere: torch takes long to see it."""
+    gpu = torch.cuda.is_available() and posterior.device.type == "cpu"
+    wanted = available_device(device) if device is not None else torch.device("cuda") if gpu else posterior.device
+    if any(tensor.device != wanted for tensor in (*posterior.parameters(), *posterior.buffers())):
+        posterior.to(wanted)
 
 
 def _autocast_dtype(precision: TrainingPrecision, posterior: Posterior) -> torch.dtype | None:

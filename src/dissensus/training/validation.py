@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, checked_prediction, inference_context
 from dissensus.core.trainable import Watchers
-from dissensus.distributed.mesh import exchange_results
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.methods.snapshots import evenly_spaced
@@ -32,9 +31,8 @@ class Validation:
         patience: int | None,
     ) -> None:
         self.posterior, self.division, self.epochs, self.patience = posterior, division, epochs, patience
-        self.best, self.loader = best, cast(Loader | None, None)
-        if loader is not None:
-            self.loader = division.complete_loader(Loader.for_posterior(loader, posterior))
+        self.best = best
+        self.loader = None if loader is None else division.complete_loader(Loader.for_posterior(loader, posterior))
 
     def scores(self, epoch: int) -> tuple[float | None, float | None]:
         """Negative log-likelihoods after this epoch: of the networks in training, and of functions drawn to be judged."""
@@ -101,13 +99,12 @@ def validation_nll(
 
     With a division, each process evaluates some of the batches.
     """
-    division = division or TrainingPartition(posterior, Loader(()))
 
-    def sums() -> tuple[float, float]:
+    def sums(some: Iterable[Any]) -> tuple[float, float]:
         total, count = 0.0, 0.0
         with inference_context(posterior):
             functions = posterior.current() if drawn is None else drawn
-            for given in division.assigned_batches(posterior.read(loader, anywhere=True)):
+            for given in posterior.read(some, anywhere=True):
                 x, y, weight = posterior.prepare_batch(given)
                 predictive = checked_prediction(posterior, functions.predict(x))
                 found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
@@ -115,8 +112,8 @@ def validation_nll(
         return total, count
 
     # An error of one process, at its batches, is one of all: the others would wait for its sums.
-    mesh = division.active_mesh
-    everyone = [sums()] if mesh is None else exchange_results(mesh, sums, "validation scores")
+    division = division or TrainingPartition(posterior, Loader(()))
+    everyone = division.share_batches(sums, loader, "validation scores")
     total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
