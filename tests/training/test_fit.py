@@ -1,6 +1,8 @@
 """fit: what it keeps, when it stops, that it can go on where it stopped, and what it refuses."""
 
+import ast
 import copy
+import importlib.util
 import math
 import os
 from pathlib import Path
@@ -25,6 +27,38 @@ def noisy_validation():
     """The training data with a quarter of the labels changed: the score falls while it fits, rises when it is too sure."""
     x, y = tiny.points(24)
     return [(x, torch.where(torch.arange(24) % 4 == 0, (y + 1) % 3, y))]
+
+
+def private_names(source: str) -> list[str]:
+    """Private names of the package that a module imports or takes from an object that is not its own."""
+    nodes = [*ast.walk(ast.parse(source))]
+    imports = [each for each in nodes if isinstance(each, ast.ImportFrom) and str(each.module).startswith("dissensus")]
+    named = [word for each in imports for one in each.names for word in (*str(each.module).split("."), one.name)]
+    taken = [each for each in nodes if isinstance(each, ast.Attribute) and ast.unparse(each.value) != "self"]
+    return [
+        name for name in (*named, *(each.attr for each in taken)) if name.startswith("_") and not name.endswith("__")
+    ]
+
+
+def test_a_copy_of_fit_is_a_loop_of_ones_own(tmp_path):
+    source = (Path(ds.__file__).parent / "training" / "fit.py").read_text()
+    assert private_names(source) == []
+    assert private_names("from dissensus.core.batch import Batch, _move\nposterior._known") == ["_move", "_known"]
+    (tmp_path / "my_fit.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("my_fit", tmp_path / "my_fit.py")
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    found = []
+    for fit in (ds.fit, mine.fit):
+        torch.manual_seed(1)
+        posterior, loader = tiny.ensemble(tiny.mlp), DataLoader(TensorDataset(*tiny.points(24)), 5, shuffle=True)
+        history = fit(posterior, loader, epochs=3, validation=noisy_validation(), accumulate=2, clip=1.0, **QUIET)
+        found.append((tiny.state(posterior), [epoch.loss for epoch in history.epochs]))
+    assert mine.fit is not ds.fit
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.manual_seed(1)
+    before = tiny.state(tiny.ensemble(tiny.mlp))
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in found[0][0].items()), "it was trained"
 
 
 def test_the_best_state_by_validation_is_kept():

@@ -127,7 +127,7 @@ def fit(
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
-        run = _Run(plan, division, so_far, epochs, patience, accumulate, clip, precision, engine, callback, on_step)
+        run = Trainer(plan, division, so_far, epochs, patience, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
         bar.note(_resume_note(len(history), epochs) if resumes else "")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
@@ -149,7 +149,7 @@ def fit(
         return history
 
 
-class _Run:
+class Trainer:
     """Trains epoch by epoch; builds the training step at the first batch. Inside, the posterior's GPU is the current one."""
 
     def __init__(
