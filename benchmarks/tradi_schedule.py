@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus import metrics
-from dissensus.core.posterior import inference_context, refresh
+from dissensus.core.posterior import inference_context
 from dissensus.data.splits import split_indices
+from dissensus.training.fit import refresh
 from dissensus.utils.parameter_groups import constant_tail, plateau_linear
 
 HELD_OUT = {"digits": 1000, "mnist": 5000}

@@ -27,11 +27,11 @@ ROOMS = {
     "nets": "utils numerics",
     "metrics": "utils numerics",
     "data": "utils numerics",
-    "core": "utils numerics kernels plots data",  # plots only inside `plot`, data only where rows are given as such
+    "core": "utils numerics kernels plots",  # plots only inside `plot`
     "likelihoods": "utils numerics core",  # those beyond classes and values, which core has
     "layers": "utils numerics kernels nets core",  # the NTK form of a linear layer is converted as the plain one is
     "landscape": "utils numerics plots core likelihoods layers",  # plots only to draw
-    "engine": "utils numerics kernels core",
+    "engine": "utils numerics kernels core data",  # data only where rows are given as such
     "distributed": "utils numerics kernels core engine",  # who has which members and rows
     "methods": "utils numerics kernels core likelihoods layers engine",
     "theory": "utils numerics core nets layers landscape methods",
@@ -41,7 +41,7 @@ ROOMS = {
     "attacks": "utils numerics core data methods",
     "training": "utils numerics plots core data layers landscape engine distributed methods storage",
     "evaluation": "utils numerics plots core likelihoods engine methods metrics data attacks calibration",
-    "frozen_backbone": "utils core data methods",
+    "frozen_backbone": "utils core engine methods",
     "export_model": "utils numerics core layers engine methods calibration storage version",
     "sklearn": "utils numerics core layers methods nets data storage training calibration",
     "integrations": "utils numerics core storage training",  # callbacks for other people's trainers and loggers

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dissensus.core.calibrated import KIND_ROOMS
 from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
-from dissensus.core.loader import Loader
-from dissensus.core.posterior import Posterior, refresh
+from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.weights import Recorder
+from dissensus.engine.loader import Loader
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
 from dissensus.utils.checks import unknown_name
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
     from dissensus.storage import load, save
-    from dissensus.training.fit import fit
+    from dissensus.training.fit import fit, refresh
     from dissensus.training.history import Epoch, History
     from dissensus.training.watching import watching
     from dissensus.utils.parameter_groups import Group
@@ -82,7 +82,7 @@ _LAZY = {
     "numerics.annealing": "Annealing",
     "numerics.lengthscales": "pca_lengthscales Lengthscales",
     "storage": "load save",
-    "training.fit": "fit",
+    "training.fit": "fit refresh",
     "training.history": "Epoch History",
     "training.watching": "watching",
     "utils.parameter_groups": "Group",

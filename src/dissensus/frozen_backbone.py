@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from dissensus.core.batch import call_network, convert_inputs, move_to_device
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.loader import Loader
 from dissensus.core.prior import PriorKeywords
+from dissensus.engine.loader import Loader
 from dissensus.methods import DeepEnsemble
 from dissensus.utils.shared_tensors import copy_sharing_tensors
 

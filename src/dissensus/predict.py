@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive, RunningSummary, SummaryPredictive
+from dissensus.engine.loader import Loader
 from dissensus.engine.memory import format_bytes
 from dissensus.engine.prediction_loop import PredictionPrecision, predict_loader
 from dissensus.utils.arrays import tensor_of

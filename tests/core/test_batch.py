@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import dissensus as ds
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
-from dissensus.core.loader import Loader
 from dissensus.data import Batches
+from dissensus.engine.loader import Loader
 from refusals import refuses
 
 

@@ -14,8 +14,8 @@ from workers import said, workers
 import dissensus as ds
 import test_contract
 import tiny
-from dissensus.core.loader import Loader
 from dissensus.distributed.partition import MeshTrainingPartition, TrainingPartition
+from dissensus.engine.loader import Loader
 from dissensus.training.checkpoint import read_distributed
 from dissensus.training.validation import validation_nll
 

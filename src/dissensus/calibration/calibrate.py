@@ -14,9 +14,9 @@ from torch import Tensor
 from dissensus.calibration import calibrations
 from dissensus.core.calibrated import Calibration, Correction
 from dissensus.core.likelihood import expand_weight
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.engine.loader import Loader
 from dissensus.engine.prediction_loop import predict_loader
 from dissensus.likelihoods.tokens import Tokens, token_rows
 from dissensus.metrics.classification import confidence_bin, confidence_ece

@@ -31,9 +31,9 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.calibrated import Guarantee
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.engine.loader import Loader
 from dissensus.engine.prediction_loop import predict_loader
 from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.utils.checks import fraction, integer, number, one_of, suggest_keywords

@@ -25,7 +25,6 @@ from dissensus.core.description import describe_network, describe_settings, rest
 from dissensus.core.divergence import Diverged, diverged_members, has_diverged, member_maxima
 from dissensus.core.drawn_functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood, RealTargets, noise_warning, start_noise
-from dissensus.core.loader import Loader
 from dissensus.core.member_runner import first_line, locked_deepcopy
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive, as_column
@@ -296,21 +295,6 @@ class Posterior(TrainableModule, ABC):
             self.network_is_random |= watch.has_drawn
         self._known.warn_once(self.likelihood.output_warning(outputs))
         return outputs
-
-
-def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
-    """Draws the functions of a sampling method, re-estimates their batch statistics, and stores both.
-
-    Until the next refresh, `draw()` returns these functions, also after saving and loading. Methods that store their
-    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; your own loop should.
-
-    Args:
-        posterior: any.
-        loader: the training batches (x, y).
-    """
-    loader = Loader.complete(loader, posterior)
-    for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
-        each.store_draw(loader)
 
 
 def expect_posterior(given: object) -> Posterior:

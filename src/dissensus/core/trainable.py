@@ -292,3 +292,9 @@ def annealing_weight(posterior: TrainableModule, annealing: Annealing) -> Tensor
     """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
     step = posterior.steps - posterior.steps_before_run if annealing.steps is None else posterior.steps
     return annealing(step, posterior.run_length)
+
+
+def connected_mesh(posterior: TrainableModule) -> Any:
+    """The posterior's mesh, if it has other processes that are still connected; else None."""
+    mesh = posterior.mesh
+    return mesh if mesh not in (None, "independent") and mesh.size > 1 and mesh.is_alive else None

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dissensus.core.batch import count_examples
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
-from dissensus.core.loader import Loader
 from dissensus.core.member import check_initialised
 from dissensus.distributed.init import start
+from dissensus.engine.loader import Loader
 from dissensus.utils.checks import integer, one_of
 from dissensus.utils.process_group import MissingRankError, is_connected, run_collective, world_size
 from dissensus.utils.progress import set_reporting_check

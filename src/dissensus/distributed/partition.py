@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from dissensus.core.batch import Batch, call_network
 from dissensus.core.collectives import Exchange
 from dissensus.core.divergence import Diverged
-from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.weights import Recorder
@@ -25,6 +24,7 @@ from dissensus.distributed.init import start
 from dissensus.distributed.mesh import Mesh, check_same, check_turns, exchange_results, mesh as new_mesh, tree_checksum
 from dissensus.distributed.mesh_collectives import UNDIVIDED, UNEVEN, MeshExchange, select_rows
 from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.engine.loader import Loader
 from dissensus.numerics.randomness import generator_states, restore_generators
 from dissensus.utils.checks import one_of
 from dissensus.utils.process_group import world_size

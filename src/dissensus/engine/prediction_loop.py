@@ -20,12 +20,13 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.likelihood import Classification
-from dissensus.core.loader import Loader, connected_mesh
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
 from dissensus.core.predictive import Predictive, RunningSummary
+from dissensus.core.trainable import connected_mesh
 from dissensus.engine.cuda_graphs import CapturedFunction
+from dissensus.engine.loader import Loader
 from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import one_of

@@ -19,9 +19,9 @@ from dissensus.calibration.selective import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import RealTargets
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.data.input_transforms import Standardiser
+from dissensus.engine.loader import Loader
 from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, draw_once
 from dissensus.evaluation import robustness_curves, row_metrics, segmentation
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind

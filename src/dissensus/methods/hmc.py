@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from dissensus.core import weights
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import compute_gradients
-from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
 from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles
 from dissensus.core.weights import Weights
+from dissensus.engine.loader import Loader
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
 from dissensus.methods.snapshots import LastSnapshots, Snapshots

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood, log_prob_sum, noise_warning
-from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
 from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.prior import make_prior
+from dissensus.engine.loader import Loader
 from dissensus.methods.parts import last_layer as last_layers
 from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
 from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior

@@ -30,7 +30,7 @@ from dissensus.core.calibrated import stored_guarantees
 from dissensus.core.description import rename_hint, to_json_values
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, RealTargets
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, inference_context, refresh
+from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.input_transforms import Standardiser, TableInputs
@@ -42,7 +42,7 @@ from dissensus.sklearn.cross_conformal import FoldPrediction, cross_interval, cr
 from dissensus.sklearn.table_rows import checked_table, sort_rows, split_rows, split_units, take_rows, weighted_rows
 from dissensus.storage import load as load_posterior, save as save_posterior
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.training.fit import fit
+from dissensus.training.fit import fit, refresh
 from dissensus.training.history import Epoch, History
 from dissensus.utils.checks import available_device, fraction, integer, number, one_of
 from dissensus.utils.file_errors import read_errors

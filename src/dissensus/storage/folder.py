@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
 from dissensus.core.description import describe_network, layer_lines, to_json_values
 from dissensus.core.likelihood import Likelihood, RealTargets
-from dissensus.core.loader import connected_mesh
 from dissensus.core.member import PREFIX, state_names, tensors_by_name
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior, has_converted_layers
-from dissensus.core.trainable import Watchers
+from dissensus.core.trainable import Watchers, connected_mesh
 from dissensus.data.input_transforms import KINDS as INPUT_KINDS, as_input_transform
 from dissensus.methods import MAP
 from dissensus.nets import NETS

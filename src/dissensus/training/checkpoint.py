@@ -31,11 +31,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.calibrated import STATE
 from dissensus.core.description import config_as_json, describe_likelihood, differences, to_json_values
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition
+from dissensus.engine.loader import Loader
 from dissensus.numerics.randomness import generator_states
 from dissensus.storage.atomic_files import replace_file
 from dissensus.training.history import Best, Epoch, History, PartialEpoch

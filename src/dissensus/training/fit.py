@@ -18,13 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from dissensus.core.batch import Batch, SmallBatchGuard
 from dissensus.core.gradients import check_trainable
 from dissensus.core.likelihood import RealTargets
-from dissensus.core.loader import Loader
 from dissensus.core.member_runner import lock_for_training
-from dissensus.core.posterior import Posterior, expect_posterior, refresh
+from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.distributed.interruptions import Interruptions
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training
 from dissensus.engine import AdaptiveStep, build_step
+from dissensus.engine.loader import Loader
 from dissensus.engine.memory import training_memory
 from dissensus.numerics.randomness import generator_states
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
@@ -308,6 +308,21 @@ def _functions(given: Any) -> list[Callable[[Any], object]]:
     if unfit := [each for each in found if not callable(each)]:
         raise TypeError(f"expected functions as callback and on_step, got {unfit[0]!r}; pass one or a list of them")
     return found
+
+
+def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
+    """Draws the functions of a sampling method, re-estimates their batch statistics, and stores both.
+
+    Until the next refresh, `draw()` returns these functions, also after saving and loading. Methods that store their
+    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; your own loop should.
+
+    Args:
+        posterior: any.
+        loader: the training batches (x, y).
+    """
+    loader = Loader.complete(loader, posterior)
+    for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
+        each.store_draw(loader)
 
 
 def _store_draw(posterior: Posterior, loader: Loader) -> float:

@@ -6,10 +6,10 @@ from typing import Any
 
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import log_prob_sum
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, checked_prediction, inference_context
 from dissensus.core.trainable import Watchers
 from dissensus.distributed.partition import TrainingPartition
+from dissensus.engine.loader import Loader
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.methods.snapshots import evenly_spaced
 from dissensus.training.history import Best, Epoch, History

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.trainable import Watchers
+from dissensus.engine.loader import Loader
 from dissensus.methods.track import track
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import integer

@@ -17,8 +17,8 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.run.shared_training import can_share_training, companions, remove_leftovers, train_runs
 from dissensus.bench.run.training_watch import CURVES, compare_with_labels
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.core.posterior import refresh
 from dissensus.methods import TRADI
+from dissensus.training.fit import refresh
 from small_runs import trained
 from thinning import often
 

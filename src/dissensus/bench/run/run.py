@@ -36,7 +36,7 @@ from dissensus.bench.task.objects import parse_object
 from dissensus.calibration.calibrate import OF_CLASSES, OF_REGRESSIONS, calibrate, temperature_scale
 from dissensus.calibration.conformal import CLASS_SCORES, INTERVAL_SCORES, conformal
 from dissensus.calibration.selective import selective
-from dissensus.core.posterior import Posterior, refresh
+from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
 from dissensus.data.catalogue import data_folder
 from dissensus.engine.break_even import decide_by_count
@@ -46,7 +46,7 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import read_toml, write_json, write_text
-from dissensus.training.fit import fit
+from dissensus.training.fit import fit, refresh
 from dissensus.training.history import Epoch
 from dissensus.utils.checks import one_of
 

@@ -31,12 +31,12 @@ from dissensus.bench.run.run_folder import keep_warnings
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.objects import method_class
 from dissensus.bench.user_code import is_import_path
-from dissensus.core.posterior import Posterior, refresh
+from dissensus.core.posterior import Posterior
 from dissensus.core.trainable import Watchers
 from dissensus.methods import MAP, MCDropout, track
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
 from dissensus.methods.snapshots import SnapshotRecorder
-from dissensus.training.fit import fit
+from dissensus.training.fit import fit, refresh
 from dissensus.training.history import Epoch
 from dissensus.utils.parameter_groups import TAIL
 

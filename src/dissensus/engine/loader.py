@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 from dissensus.core.batch import count_examples, split_labels
-from dissensus.core.trainable import TrainableModule
+from dissensus.core.trainable import connected_mesh
 from dissensus.utils.arrays import is_array
 from dissensus.utils.process_group import world_size
 
@@ -228,9 +228,3 @@ def _holds_no_code(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_holds_no_code(each) for each in value)
     return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, Tensor)
-
-
-def connected_mesh(posterior: TrainableModule) -> Any:
-    """The posterior's mesh, if it has other processes that are still connected; else None."""
-    mesh = posterior.mesh
-    return mesh if mesh not in (None, "independent") and mesh.size > 1 and mesh.is_alive else None
