@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
-from dissensus.core.batch import count_examples, split_labels
+from dissensus.core.batch import convert_inputs, count_examples, split_labels
+from dissensus.core.likelihood import RealTargets
 from dissensus.core.trainable import connected_mesh
 from dissensus.utils.arrays import is_array
 from dissensus.utils.process_group import world_size
@@ -69,6 +70,16 @@ class Loader:
                 'posterior.mesh = ds.distributed.mesh(), or = "independent" for results on each part'
             )
         return loader
+
+    @classmethod
+    def complete_foreign(cls, given: Any, posterior: Any) -> Loader:
+        """As `complete`, of foreign inputs: a loader, x or a list of batches x, which get targets that mean nothing."""
+        bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
+        real = isinstance(posterior.likelihood, RealTargets)  # for which it may be [x, y]
+        if bare and real and len(given) in (2, 3) and len({each.shape for each in given}) == 1:
+            raise ValueError(f"expected foreign x, or (x, y), got {len(given)} arrays of one shape; pass x alone")
+        fill = with_placeholder_targets
+        return cls.complete([*map(fill, given)] if bare else fill(given), posterior)
 
     def __iter__(self) -> Iterator[Any]:
         return map(partial(split_labels, labels=self.labels, required=self.labels is not None), self.given)
@@ -197,6 +208,17 @@ class Loader:
             return attrgetter(path)(self.given)
         except AttributeError:
             return None
+
+
+def with_placeholder_targets(given: Any) -> Any:
+    """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
+    x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
+    if isinstance(x, Mapping) and isinstance(pair := split_labels(x), tuple):
+        return pair
+    if not is_array(x) and not isinstance(x, Mapping):
+        return given
+    count = len(x) if is_array(x) else count_examples(convert_inputs(x))
+    return x, torch.zeros(count, dtype=torch.int64)  # no real numbers, which might be taken for a column of targets
 
 
 def _batches_of_data(given: Any, shuffle: bool, raw: bool) -> Any:

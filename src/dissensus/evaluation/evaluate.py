@@ -18,7 +18,6 @@ from dissensus.calibration.conformal import choose_score
 from dissensus.calibration.selective import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.likelihood import RealTargets
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.loader import Loader
@@ -26,7 +25,7 @@ from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, dra
 from dissensus.evaluation import robustness_curves, row_metrics, segmentation
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
-from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
+from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, predictions
 from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import suggest_keywords
@@ -86,9 +85,8 @@ def evaluate(
     if pixels is not None:
         spec = spec and replace(spec, standardiser=spec.standardiser or pixels)
         attack = attack and replace(attack, standardiser=attack.standardiser or pixels)
-    real = isinstance(posterior.likelihood, RealTargets)
     ood, shift = _named_sets("ood", ood), _named_sets("shift", shift)
-    foreign = {name: Loader.complete(foreign_loader(each, real=real), posterior) for name, each in ood.items()}
+    foreign = {name: Loader.complete_foreign(each, posterior) for name, each in ood.items()}
     moved = {name: Loader.complete(each, posterior) for name, each in shift.items()}
     data = Loader.complete(loader, posterior)
     parts = 1 + len(ood) + len(shift) + (spec is not None) + (attack is not None)
@@ -109,9 +107,8 @@ def evaluate(
         if kind in ("segmentation", "tokens"):
             found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes, kind)
         else:
-            attacked = (
-                None if attack is None else partial(robustness_curves.attacked_inputs, functions, attackable, attack)
-            )
+            attacker = robustness_curves.attacked_inputs
+            attacked = None if attack is None else partial(attacker, functions, attackable, attack)
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     if operations:

@@ -1,7 +1,7 @@
 """Predictions for a whole loader: the members' outputs, the targets, and a few inputs to look at."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive, SummaryPredictive
+from dissensus.engine.loader import with_placeholder_targets
 from dissensus.engine.prediction_loop import Answer, FixedDraw
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.guarantees import RowValues, guarantee_outcomes, join_outcomes
 from dissensus.metrics import disagreement, max_probability_score
-from dissensus.utils.arrays import is_array
 
 log = logging.getLogger("dissensus")
 
@@ -155,25 +155,6 @@ class _Collection:
             self.outcomes.append(rows)
         self.answers.append(answer)
         self.targets.append(y if self.labelled else torch.empty(0))
-
-
-def foreign_loader(given: Any, *, real: bool) -> Any:
-    """Foreign inputs, with placeholder targets where x or a list of batches x was given; `real`: refuses what may be [x, y]."""
-    bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
-    if bare and real and len(given) in (2, 3) and len({each.shape for each in given}) == 1:
-        raise ValueError(f"expected foreign inputs x, or (x, y), got {len(given)} arrays of one shape; pass x alone")
-    return [with_placeholder_targets(each) for each in given] if bare else with_placeholder_targets(given)
-
-
-def with_placeholder_targets(given: Any) -> Any:
-    """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
-    x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
-    if isinstance(x, Mapping) and isinstance(pair := batches.split_labels(x), tuple):
-        return pair
-    if not is_array(x) and not isinstance(x, Mapping):
-        return given
-    count = len(x) if is_array(x) else batches.count_examples(batches.convert_inputs(x))
-    return x, torch.zeros(count, dtype=torch.int64)  # no real numbers, which might be taken for a column of targets
 
 
 def warn_of_weights(weight: Tensor | None, name: str, said: bool) -> bool:
