@@ -227,7 +227,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_its_file_is_read_by_one_process(t
     for state, _, members, *_ in found:
         assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
         assert torch.equal(loaded.predict(tiny.points()[0]).member_means, members)
-    checkpoint = read_distributed(tmp_path / "run.pt", None, torch.device("cpu"))
+    checkpoint = read_distributed(tmp_path / "run.pt", TrainingPartition(loaded, Loader(())), torch.device("cpu"))
     assert all(each["exp_avg"].shape[0] == 3 for each in checkpoint["optimizer"]["state"].values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.pt", "saved"]
 

@@ -20,6 +20,8 @@ import dissensus as ds
 import tiny
 from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.interruptions import SLACK, STATUS, HangDetector, Interruptions
+from dissensus.distributed.partition import MeshTrainingPartition, TrainingPartition
+from dissensus.engine.loader import Loader
 from dissensus.training.checkpoint import newest_checkpoint, read_distributed, write_distributed
 from dissensus.utils.process_group import run_collective
 from dissensus.utils.torch_private import set_group_timeout
@@ -45,19 +47,29 @@ def state_of(mesh, members):
     return state, {id(moment)}
 
 
+def partition_of(mesh, members):
+    with torch.random.fork_rng():  # the random state is a part of what is compared
+        posterior = ds.DeepEnsemble(tiny.mlp, members=members)
+    return (
+        MeshTrainingPartition(posterior, Loader(()), mesh)
+        if mesh.size > 1
+        else TrainingPartition(posterior, Loader(()))
+    )
+
+
 def write(path, members, shape=(None, None)):
     mesh = ds.distributed.mesh(*shape)
     state, own = state_of(mesh, members)
-    write_distributed(path, state, mesh if mesh.size > 1 else None, members, own)
+    write_distributed(path, state, partition_of(mesh, members), own)
 
 
 def read(path, members, shape=(None, None), rewrite=False):
     """Whether the state is this rank's part of what was written."""
     mesh = ds.distributed.mesh(*shape)
-    together = mesh if mesh.size > 1 else None
+    together = partition_of(mesh, members)
     found, (expected, _) = read_distributed(path, together, torch.device("cpu")), state_of(mesh, members)
     if rewrite:
-        write_distributed(path, found, together, members, {id(found["optimizer"]["state"][0]["exp_avg"])})
+        write_distributed(path, found, together, {id(found["optimizer"]["state"][0]["exp_avg"])})
     return tiny.same(expected, found)
 
 

@@ -472,12 +472,11 @@ def check_turns(ranks: Ranks, loader: Loader) -> int:
         got = f"{[*numbers]} of {facts[0]['ranks']}"
         advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
         raise ValueError(f"expected samplers of ranks 0 to {ranks.size - 1}, got {got}; {advice}")
-    count: int = facts[0]["rows"]
-    order = [row for turn in zip_longest(*rows) for row in turn][:count]
+    order = [row for turn in zip_longest(*rows) for row in turn][: facts[0]["rows"]]
     if len({*order}) < len(order) or not (facts[0]["shuffles"] or order == sorted(order)):
         advice = "use DistributedSampler, or give each rank its own rows with mesh(batches='parts')"
         raise ValueError(f"expected samplers that deal out rows in turns, got {facts[0]['kind']}; {advice}")
-    return count
+    return int(facts[0]["rows"])
 
 
 def exchange_results(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:

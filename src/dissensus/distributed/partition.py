@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def partition_training(
 class TrainingPartition:
     """A posterior's training, in the form for one process; `MeshTrainingPartition` is that for several."""
 
-    active_mesh: Mesh | None = None  # of several processes
+    is_shared, active_mesh = False, cast(Mesh | None, None)  # whether by several processes, and the mesh of these
     is_first = True  # whether this process writes and prints
     loader_count = 1  # how many ranks' batches make a whole one
     member_slice = slice(None)  # which members lie here
@@ -114,8 +114,9 @@ class MeshTrainingPartition(TrainingPartition):
         super().__init__(posterior, loader)
         check_divisible(mesh, posterior)
         self.mesh, self.particles, self.exchange = mesh, posterior.particles, MeshExchange(mesh, posterior)
-        self.active_mesh, self.is_first = mesh if mesh.size > 1 else None, mesh.is_first
-        self.members, self.member_slice, self._began = self.particles.members, self.exchange.member_slice, False
+        self.is_shared, self.active_mesh = mesh.size > 1, mesh if mesh.size > 1 else None
+        self.members, self.member_slice = self.particles.members, self.exchange.member_slice
+        self.is_first, self._began = mesh.is_first, False
         if loader.ranks > 1:
             check_turns(mesh.data, loader)
         if loader.ranks > 1 or mesh.batches == "parts":

@@ -33,7 +33,6 @@ from dissensus.core.calibrated import STATE
 from dissensus.core.description import config_as_json, describe_likelihood, differences, to_json_values
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
-from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.engine.loader import Loader
 from dissensus.numerics.randomness import generator_states
@@ -97,7 +96,7 @@ class Checkpoints:
         if self.path is None or (part is not None and self.posterior.steps_per_epoch is None):
             return  # the rest of an epoch of unknown length cannot be planned
         path, posterior, optimizer, division = self.path, self.posterior, self.optimizer, self.division
-        folder = path.is_dir() if division.active_mesh is None else not division.broadcast_object(path.is_file())
+        folder = not division.broadcast_object(path.is_file()) if division.is_shared else path.is_dir()
         folder = folder or posterior.particles.divided
         with nullcontext() if folder else division.full_optimizer_state(optimizer):
             done = int(posterior.steps) - posterior.steps_before_run
@@ -111,8 +110,7 @@ class Checkpoints:
                 "best": {**vars(best)},
             }
             if folder:
-                own = self._member_row_ids(state)
-                write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
+                write_distributed(path, state, division, self._member_row_ids(state))
             elif division.is_first:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replace_file(path) as temporary:
@@ -141,7 +139,7 @@ class Checkpoints:
         whole = nullcontext() if folder else self.division.full_optimizer_state(optimizer)
         with whole, read_errors(path, REMEDY, kind="a checkpoint of this posterior in"):
             if folder:
-                state = read_distributed(path, self.division.active_mesh, posterior.device, self._sharded_tensors())
+                state = read_distributed(path, self.division, posterior.device, self._sharded_tensors())
             else:
                 check_archive(path)
                 state = torch.load(path, map_location=posterior.device, weights_only=True)
@@ -213,12 +211,12 @@ def checkpoint_exists(given: str | os.PathLike[str] | None, division: TrainingPa
     if given is None:
         return False
     path = Path(given)
-    if division.active_mesh is not None:
+    if division.is_shared:
         check_shared_folder(path.parent)
     found, names = path.exists(), [each.name for each in path.iterdir()] if path.is_dir() else []
-    if path.is_dir() and all(map(OURS.fullmatch, names)) and (division.active_mesh is not None or names):
+    if path.is_dir() and all(map(OURS.fullmatch, names)) and (division.is_shared or names):
         found = newest_checkpoint(path) is not None
-    elif path.is_dir() and division.active_mesh is not None:
+    elif path.is_dir() and division.is_shared:
         raise IsADirectoryError(f"expected a folder of checkpoints, got {path} with other files; pass another")
     return bool(division.broadcast_object(found))
 
@@ -346,17 +344,17 @@ def newest_checkpoint(path: Path) -> Path | None:
     return max(finished, default=None)
 
 
-def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
-    """Writes a state as the newest in the folder; call it on all ranks, with their mesh, or None for one process.
+def write_distributed(path: Path, state: dict[str, Any], division: TrainingPartition, own: set[int]) -> None:
+    """Writes a state as the newest in the folder; call it on all ranks.
 
-    `members`: M over all ranks. `own`: ids of the state's tensors with a row per member of this rank; others are equal on all.
+    `own`: ids of the state's tensors with a row per member of this rank; others are equal on all.
     """
     # Imported here, since a run on one process does not need it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    first = mesh is None or mesh.is_first
-    here = range(members)[slice(None) if mesh is None else mesh.member_slice(members)]
+    first, members = division.is_first, division.posterior.particles.members
+    here = range(members)[division.member_slice]
     tensors: dict[str, Tensor] = {}
     spread = {key: _extract_tensors(state[key], key, tensors, here, own) for key in state if key in SPREAD}
     rest = {**state, **spread}
@@ -369,9 +367,9 @@ def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, memb
                 shutil.rmtree(each)
         (path / f".{number:08d}").mkdir()
         torch.save({**rest, "members": members}, path / f".{number:08d}" / RUN)
-    temporary = path / f".{number if mesh is None else mesh.gather_objects(number)[0]:08d}"
+    temporary = path / f".{division.broadcast_object(number):08d}"
     with _hide_warnings():
-        save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
+        save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=not division.is_shared)
     if first:
         temporary.rename(path / temporary.name[1:])
         if before is not None:
@@ -379,7 +377,7 @@ def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, memb
 
 
 def read_distributed(
-    path: Path, mesh: Mesh | None, device: torch.device, divided: Mapping[str, Tensor] | None = None
+    path: Path, division: TrainingPartition, device: torch.device, divided: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """The newest state in the folder, with only this rank's rows of tensors per member. Call it on all ranks.
 
@@ -388,15 +386,14 @@ def read_distributed(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    chosen = str(newest_checkpoint(path)) if mesh is None or mesh.is_first else ""
-    folder = path / Path(chosen if mesh is None else mesh.gather_objects(chosen)[0]).name
+    chosen = str(newest_checkpoint(path)) if division.is_first else ""
+    folder = path / Path(division.broadcast_object(chosen)).name
     state = torch.load(folder / RUN, map_location=device, weights_only=True)
-    here = range(state.pop("members"))
-    here = here if mesh is None else here[mesh.member_slice(len(here))]
+    here = range(state.pop("members"))[division.member_slice]
     tensors: dict[str, Tensor] = {}
     whole = {key: _insert_tensors(value, tensors, here, device, divided or {}) for key, value in state.items()}
     with _hide_warnings():
-        load(tensors, storage_reader=FileSystemReader(folder), no_dist=mesh is None)
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=not division.is_shared)
     return whole
 
 

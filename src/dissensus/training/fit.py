@@ -226,7 +226,7 @@ class Trainer:
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
         # trained, or unknown
-        counted = posterior.prior is not None or first > 0 or self.division.active_mesh is not None
+        counted = posterior.prior is not None or first > 0 or self.division.is_shared
         with ExitStack() as divided:
             for given in posterior.read(part.remaining_batches(batches, posterior.device, bar)):
                 if given.size == 0:
