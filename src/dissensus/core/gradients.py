@@ -17,7 +17,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
 from dissensus.core.divergence import amax
 from dissensus.core.member import run_separately
-from dissensus.core.member_runner import NOTHING, ONE_LANE, PROCESS, FallbackChain, MemberLanes, map_trees
+from dissensus.core.member_runner import NOTHING, ONE_LANE, PROCESS, FallbackChain, MemberLanes, cut_rows, map_trees
 from dissensus.core.particles import Particles, Rows
 from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
@@ -49,15 +49,14 @@ class State(NamedTuple):
     own_buffers: Tensors
     shared_buffers: Tensors
 
+    def members(self, count: int) -> list[State]:
+        """Each member's tensors."""
+        rows = cut_rows((self.own, self.own_frozen, self.own_buffers), count)
+        return [self._replace(own=own, own_frozen=frozen, own_buffers=buffers) for own, frozen, buffers in rows]
+
     def member(self, index: int) -> State:
         """One member's tensors."""
-        if not (self.own or self.own_frozen or self.own_buffers):
-            return self
-
-        def row(part: Tensors) -> Tensors:
-            return {name: tensor[index] for name, tensor in part.items()}
-
-        return self._replace(own=row(self.own), own_frozen=row(self.own_frozen), own_buffers=row(self.own_buffers))
+        return self.members(index + 1)[index]
 
     def leaves(self) -> Tensors:
         """The trained tensors, as leaves that require gradients."""
@@ -81,11 +80,10 @@ def allocate_stacks(particles: Particles, state: State) -> Tensors:
     return {**buffers, **{name: torch.empty_like(stack) for name, stack in state.own.items()}}
 
 
-def copy_into_stacks(one: Gradients, stacks: Tensors, index: int) -> Gradients:
-    """A member's results, copied into their rows of the stacks, and the largest () of its own gradients."""
-    if not stacks:
+def copy_into_stacks(one: Gradients, rows: Tensors) -> Gradients:
+    """A member's results, copied into its rows of the stacks, and the largest () of its own gradients."""
+    if not rows:
         return one
-    rows = {name: stack[index] for name, stack in stacks.items()}
     gradients = {name: rows[name] for name in one.gradients if name in rows}
     there = {name: each for name, each in one.buffers.items() if name in rows}
     buffers = {name: rows[name] for name, each in there.items() if _same_shape_and_dtype(each, rows[name])}
@@ -249,16 +247,16 @@ def looped_gradients(
         return in_place_gradients(posterior, batch)
     member = member or member_gradients
     state, (lane, join), exchange = detached_state(posterior), lanes, posterior.particles.exchange
-    members, whole = range(posterior.particles.members), posterior.particles.full_tensors
+    count, whole = posterior.particles.members, posterior.particles.full_tensors
+    members = state.members(count)
     streams: list[Callable[[], None]] = []
-    pulls: list[Any] = [None] * len(members)
+    pulls: list[Any] = [None] * count
     with exchange.loop_context():
         if posterior.interaction == "couple":
             seen = []
-            for i in members:
+            for i, mine in enumerate(members):
                 # For the second run: dropout must drop the same units, or z would not be the one that v belongs to.
                 streams.append(save_random_state())
-                mine = state.member(i)
                 with lane(i), torch.no_grad():
                     seen.append(posterior.member_loss(whole(mine.parameters()), mine.buffers(), batch)[1])
             join()
@@ -266,14 +264,14 @@ def looped_gradients(
             pulls = _cotangents_of_each(posterior, seen)
 
         found, stacks = [], allocate_stacks(posterior.particles, state)
-        for i in members:
+        for i, (mine, (rows,)) in enumerate(zip(members, cut_rows([stacks], count), strict=True)):
             if streams:
                 streams[i]()
             with lane(i):
-                one = member(posterior, state.member(i), batch, pulls[i])
+                one = member(posterior, mine, batch, pulls[i])
                 hooked = apply_gradient_hooks_of(posterior.particles, one.gradients)
                 one = exchange.submit_gradients(one._replace(gradients=hooked))
-                found.append(copy_into_stacks(one, stacks, i))
+                found.append(copy_into_stacks(one, rows))
         join()
         if streams:
             streams[-1]()
@@ -288,20 +286,19 @@ def looped_keeping_graphs(
     state, (lane, join) = detached_state(posterior), lanes
     leaves = []
     results: list[tuple[Tensor, Any, Tensors]] = []
-    for i in range(posterior.particles.members):
-        mine = state.member(i)
+    for i, mine in enumerate(state.members(posterior.particles.members)):
         leaves.append(mine.leaves())
         with lane(i), torch.enable_grad():
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
     found, stacks = [], allocate_stacks(posterior.particles, state)
-    for i, wanted in enumerate(leaves):
+    for i, (wanted, (rows,)) in enumerate(zip(leaves, cut_rows([stacks], len(leaves)), strict=True)):
         with lane(i):
             # Taken off the list, so that what is left of its graph is freed for the next member in this lane.
             fraction = posterior.particles.exchange.batch_fraction
             one = _differentiate_member(fraction, wanted, *results.pop(0), pulls[i])
-            found.append(copy_into_stacks(one, stacks, i))
+            found.append(copy_into_stacks(one, rows))
     join()
     return combine_gradients(state, found, stacks)
 

@@ -43,6 +43,17 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
+    def member_rows(self, count: int) -> list["Rows"]:
+        """Each member's row."""
+        return [Rows(*row) for row in cut_rows(self, count)]
+
+
+def cut_rows(parts: Iterable[Tensors], count: int) -> list[list[Tensors]]:
+    """The first rows of tensors (M, ...) by name, row after row: each has all parts."""
+    # All at once: to index every tensor for every member takes as long as small layers.
+    cut = [{name: [*tensor] for name, tensor in part.items()} for part in parts]
+    return [[{name: views[i] for name, views in part.items()} for part in cut] for i in range(count)]
+
 
 def loop(one: Callable[[Rows], Any], rows: Iterable[Rows], lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
@@ -176,14 +187,14 @@ class Runner:
         """one(row) for each of `count` rows, stacked, by vmap, or by a loop if vmap fails."""
         if (how or self.how) == "loop" or count == 1:
             owner, lanes = self.lanes or (None, ONE_LANE)
-            return loop(one, map(rows.member_row, range(count)), lanes if owner == threading.get_ident() else ONE_LANE)
+            return loop(one, rows.member_rows(count), lanes if owner == threading.get_ident() else ONE_LANE)
 
         def run_vectorised() -> Any:
             with self.vmap_context(device):
                 return run_by_vmap(one, rows, count)
 
         return FallbackChain(
-            self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, map(rows.member_row, range(count)))
+            self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, rows.member_rows(count))
         )()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:

@@ -10,6 +10,7 @@ For small batches, kernel launches cost more than arithmetic: ten ResNets on 16 
 """
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -413,8 +414,6 @@ class CapturedFunction(CapturedCalls):
         self.ways: dict[Hashable, BreakEven] = {}  # by shape
         self.compiled = not plain
         self.drawn, self.context, self.half = drawn, context, half
-        held = chain(drawn.parameters(), drawn.buffers())
-        self.tensors = [each for each in held if type(each) in (Tensor, nn.Parameter)]
         self.places: list[int] = []  # of these tensors in memory, where graphs read them
         self.caches_weights = keeps and plain
         self.weight_cache: WeightCache | None = None
@@ -422,6 +421,12 @@ class CapturedFunction(CapturedCalls):
         self.has_dropped_cache = self.has_checked_casts = False
         self.implementations = FallbackChain(UNFUSED, fused=self._run_fused, unfused=function)
         self.side_stream: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
+
+    @functools.cached_property
+    def tensors(self) -> list[Tensor]:
+        """What the functions read."""
+        held = chain(self.drawn.parameters(), self.drawn.buffers())
+        return [each for each in held if type(each) in (Tensor, nn.Parameter)]
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
