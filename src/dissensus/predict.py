@@ -132,9 +132,6 @@ def predict_image(
             equals that of the whole image if half the overlap is at least the network's receptive field to one side and
             tile − overlap is a multiple of its stride. Layers that pool over the whole image (PSPNet) see only a tile.
         precision: "bf16" runs the network in mixed precision; likelihoods stay in float32.
-
-    Returns:
-        An `ImagePrediction`: mean (C, H, W), total and epistemic uncertainty (H, W).
     """
     image = tensor_of(image)
     if image.ndim != 3:

@@ -170,7 +170,7 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
 def test_functional_and_plain_gradients_of_a_member_agree() -> None:
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)], weight_prior_std=0.5, data_size=10).double().train()
-    state = gradients.detached_state(posterior).member(1)
+    state = gradients.detached_state(posterior).members(2)[1]
     plain = gradients.member_gradients(posterior, state, Batch(*data(rows=8)), None)
     functional = functional_member_gradients(posterior, state, Batch(*data(rows=8)), None)
     for name, gradient in plain.gradients.items():

@@ -458,7 +458,7 @@ def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
 def test_what_cannot_be_observed_or_drawn_from_is_refused():
     posterior, (x, y) = TRADI(network().double()), tiny.points()
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (posterior, network()))
-    refuses(lambda: posterior.predict(x), "expected observed steps, got none; train with fit, or call")
+    refuses(lambda: posterior.predict(x), "expected observed steps, got none, or too few for its KalmanRecorder; train")
     refuses(lambda: ds.refresh(posterior, [(x, y)]), "expected observed steps, got none")
     refuses(lambda: posterior.observe(optimizer), r"expected gradients in .grad, got none; call observe after the step")
     assert int(posterior.filters.observed) == 0

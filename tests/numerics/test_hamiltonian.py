@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tiny
+from dissensus.core.weights import Weights
 from dissensus.metrics import effective_sample_size, split_rhat
-from dissensus.numerics.flat_weights import Block, state_dtype, unflatten
+from dissensus.numerics.flat_weights import Block, state_dtype
 from dissensus.numerics.hamiltonian import Point, leapfrogs, sample_chains
 from dissensus.numerics.randomness import chain_generators
 from refusals import refuses
@@ -137,6 +138,11 @@ def test_two_modes_far_apart_keep_their_chains():
 
 
 # --------------------------------------------------------------------------------------------------------- flat weights
+def unflatten(flat, tensors):
+    stored = {name: tensor[None] for name, tensor in tensors.items()}
+    return Weights(stored, frozenset(stored), 1).unflatten(flat)
+
+
 def test_a_vector_is_taken_apart_into_tensors_like_those_given():
     parameters = dict(tiny.mlp().double().named_parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters.values()])

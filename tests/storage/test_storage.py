@@ -398,3 +398,39 @@ def test_variances_below_0_are_damage(tmp_path):
     data, _ = serialise_posterior(tensors, config)
     (tmp_path / "posterior.safetensors").write_bytes(data)
     refuses(lambda: ds.load(tmp_path, network), r"expected variances of at least 0, got a negative .*running_var")
+
+
+class Strong(ds.StackedPosterior):
+    """A method whose setting may also be passed by position."""
+
+    name = "strong"
+
+    def __init__(self, networks, strength=2.0, **keywords):
+        super().__init__(networks, **keywords)
+        self.strength = strength
+
+
+class Secretive(Strong):
+    """The same, which keeps a setting under another name."""
+
+    name = "secretive"
+
+    def __init__(self, networks, *, hidden=1, **keywords):
+        super().__init__(networks, **keywords)
+        self._hidden = hidden
+
+
+def test_every_setting_of_a_method_of_ones_own_is_saved_or_asked_for(tmp_path):
+    x, y = tiny.points()
+    networks = [tiny.mlp(), tiny.mlp()]
+    posterior = Strong(networks, 5.0)
+    ds.save(posterior, tmp_path / "strong")
+    assert ds.load(tmp_path / "strong", tiny.mlp(), method=Strong).strength == 5.0
+    secretive, loader = Secretive(networks, hidden=3), [(x.float(), y)]
+    told = "expected 'hidden' of Secretive in its config.*keep it as self.hidden, or return it from config"
+    refuses(lambda: ds.save(secretive, tmp_path / "secretive"), told)
+    assert not (tmp_path / "secretive").exists()
+    how = {"epochs": 1, "progress": False, "checkpoint": tmp_path / "run.pt"}
+    refuses(lambda: ds.fit(secretive, loader, **how), told)
+    ds.fit(posterior, loader, **how)
+    refuses(lambda: ds.fit(Strong(networks, 6.0), loader, **how), "strength 5.0, not 6.0")

@@ -309,3 +309,49 @@ def test_integrations_say_what_to_install(name, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra, match=rf'dissensus.integrations.{name} needs {package}.*"dissensus\[{package}\]"'):
         getattr(ds.integrations, name)
+
+
+class LastWeights(ds.Recorder):
+    """Keeps the weights after each step, and is ready after `wanted` of them."""
+
+    def __init__(self, source, wanted):
+        super().__init__(source)
+        self.register_buffer("last", self.weights.flat())
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.wanted = wanted
+
+    def observe(self, optimizer):
+        self.last.copy_(self.weights.flat())
+        self.seen += 1
+
+    @property
+    def ready(self):
+        return int(self.seen) >= self.wanted
+
+    def sample(self, samples, generator=None):
+        return self.weights.unflatten(self.last[:, None].expand(-1, samples, -1))
+
+
+class Last(ds.RecordingPosterior):
+    name = "last"
+
+    def __init__(self, networks, *, wanted=1, samples=2, **keywords):
+        super().__init__(networks, samples=samples, **keywords)
+        self.wanted, self.recorder = wanted, LastWeights(self.recorded_weights, wanted)
+
+
+def test_a_recorder_that_is_not_ready_gives_no_functions():
+    x, y = (torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
+    posterior = Last(tiny.mlp(), wanted=3)
+    told = "expected observed steps, got none, or too few for its LastWeights; train with fit, or call observe"
+    refuses(lambda: posterior.predict(x), told)
+    ds.fit(posterior, [(x, y)] * 2, epochs=1, progress=False)
+    refuses(lambda: posterior.predict(x), told)
+    ds.fit(posterior, [(x, y)] * 3, epochs=1, progress=False)
+    assert posterior.predict(x).members == 2
+
+
+def test_a_word_for_a_mesh_that_is_none_is_refused():
+    posterior = ds.MAP(tiny.mlp())
+    posterior.mesh = "indepedent"
+    refuses(lambda: ds.predict(posterior, tiny.points()), "expected mesh of independent, got 'indepedent'; or pass ds.distributed.mesh")

@@ -91,9 +91,6 @@ def pgd(
         draw: "fixed" attacks the draw of functions that `posterior.predict` would use; "fresh" draws for every gradient.
             They differ only for a sampling method without a stored draw. Or the result of `posterior.draw()`.
         at_once: most pairs of a member and an input in memory at a time (at least one input).
-
-    Returns:
-        `Adversarial`: inputs (B, ...), success (B,) and loss (B,).
     """
     steps = integer("steps", steps, least=0)
     aim = AttackObjective(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)

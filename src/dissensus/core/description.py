@@ -53,6 +53,17 @@ def describe_settings(posterior: Any) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in ("likelihood", "base")}
 
 
+def complete_config(posterior: Any) -> dict[str, Any]:
+    """config(), which must hold all keywords of the constructor: what is missing would be lost in a file."""
+    config, kind = dict[str, Any](posterior.config()), type(posterior).__name__
+    elsewhere = ("likelihood", "prior", "latents", "base")
+    for name in _keywords(type(posterior)):
+        if name not in config and name not in elsewhere:
+            advice = f"keep it as self.{name}, or return it from config()"
+            raise ValueError(f"expected {name!r} of {kind} in its config(), got {', '.join(config)}; {advice}")
+    return config
+
+
 def restore_settings(method: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's arguments from what `describe_settings` returned."""
     # Where the annotation of an argument names a class with `from_config`, that builds the value.
@@ -74,7 +85,10 @@ def _keywords(method: type) -> dict[str, Any]:
                 hints = typing.get_type_hints(vars(cls)["__init__"])
             except NameError:  # names that a user's file imports for type checkers only
                 hints = {}
-            found = {each.name: hints.get(each.name) for each in parameters if each.kind is each.KEYWORD_ONLY} | found
+            named = [
+                each.name for each in [*parameters][1:] if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+            ]
+            found = {name: hints.get(name) for name in named} | found
             if not any(each.kind is each.VAR_KEYWORD for each in parameters):
                 break
     return found

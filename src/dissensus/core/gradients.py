@@ -54,10 +54,6 @@ class State(NamedTuple):
         rows = cut_rows((self.own, self.own_frozen, self.own_buffers), count)
         return [self._replace(own=own, own_frozen=frozen, own_buffers=buffers) for own, frozen, buffers in rows]
 
-    def member(self, index: int) -> State:
-        """One member's tensors."""
-        return self.members(index + 1)[index]
-
     def leaves(self) -> Tensors:
         """The trained tensors, as leaves that require gradients."""
         return {name: tensor.detach().requires_grad_() for name, tensor in {**self.shared, **self.own}.items()}
@@ -75,7 +71,7 @@ def allocate_stacks(particles: Particles, state: State) -> Tensors:
     """Stacks (M, ...) for own gradients and buffers: a member fills its rows, and what it made goes before the next begins."""
     if particles.exchange is not ALONE or particles.members < 2:
         return {}
-    first, count = state.member(0).buffers(), particles.members
+    first, count = state.members(1)[0].buffers(), particles.members
     buffers = {name: each.new_empty((count, *each.shape)) for name, each in first.items()}
     return {**buffers, **{name: torch.empty_like(stack) for name, stack in state.own.items()}}
 
@@ -100,7 +96,7 @@ def _same_shape_and_dtype(a: Tensor, b: Tensor) -> bool:
 
 def combine_gradients(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
     """Joins the results of single members: own gradients are stacked (in `stacks`, if they are there), shared ones summed."""
-    like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
+    like = {**state.shared, **(state.members(1)[0].own if len(found) == 1 else {})}
     found = [one._replace(gradients=_cast_like_parameters(one.gradients, like)) for one in found]
     if len(found) == 1:
         (one,) = found

@@ -296,5 +296,7 @@ def annealing_weight(posterior: TrainableModule, annealing: Annealing) -> Tensor
 
 def connected_mesh(posterior: TrainableModule) -> Any:
     """The posterior's mesh, if it has other processes that are still connected; else None."""
-    mesh = posterior.mesh
-    return mesh if mesh not in (None, "independent") and mesh.size > 1 and mesh.is_alive else None
+    if (mesh := posterior.mesh) is None or isinstance(mesh, str):
+        one_of("mesh", mesh or "independent", ["independent"], hint="or pass ds.distributed.mesh(...)")
+        return None
+    return mesh if mesh.size > 1 and mesh.is_alive else None

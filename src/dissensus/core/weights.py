@@ -62,6 +62,13 @@ class Weights:
 
         return torch.stack([shard_last_axis(whole_row(m), like) for m in range(self.members)])
 
+    def unflatten(self, flat: Tensor) -> Tensors:
+        """Name -> (*S, *shape) views of flat (*S, P), in the dtype of the tensors."""
+        like = self.first_member()
+        parts = torch.split(flat, [tensor.numel() for tensor in like.values()], dim=-1)
+        pairs = zip(like.items(), parts, strict=True)
+        return {name: part.reshape(*flat.shape[:-1], *t.shape).to(t.dtype) for (name, t), part in pairs}
+
     def first_member(self) -> Tensors:
         """Name -> the first member's tensor."""
         return {name: rows[0] for name, rows in self.rows().items()}

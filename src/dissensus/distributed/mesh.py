@@ -277,9 +277,6 @@ def mesh(
             each rank's rows, which saves an exchange per layer but is a different model.
         batches: "whole" if every process's loader yields the same batches, of which `fit` takes this rank's rows; "parts" if
             each rank of the data axis reads its own rows, in equally many equal batches, as with a `DistributedSampler`.
-
-    Returns:
-        A `Mesh`.
     """
     one_of("statistics", statistics, ("synchronised", "per rank"))
     one_of("batches", batches, ("whole", "parts"))

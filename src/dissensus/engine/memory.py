@@ -161,7 +161,7 @@ def free_workspaces() -> None:
 
 def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes for forward and backward of one member, bytes that libraries keep per stream)."""
-    state = gradients.detached_state(posterior).member(0)
+    state = gradients.detached_state(posterior).members(1)[0]
     cotangent = None
     if posterior.interaction == "couple":  # backward goes through z, too
         with torch.no_grad(), autocast(posterior.device, precision), preserve_random_state(posterior.device):
@@ -191,7 +191,7 @@ def _count_kept_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
     """(bytes for what autograd keeps for one member's backward pass, without its weights and the batch, 0)."""
     if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
         return 0, 0
-    state = gradients.detached_state(posterior).member(0)
+    state = gradients.detached_state(posterior).members(1)[0]
     params = state.parameters(state.leaves())
     known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
     kept: dict[int, int] = {}

@@ -109,7 +109,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
     Tries the layer forms of `kernels.double_backward` first, then torch's own. Uses `backward`, which raises for functions
     that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
-    first = detached_state(posterior).member(0)
+    first = detached_state(posterior).members(1)[0]
     stored = posterior.particles.parameters_by_name()
     floating = {name: tensor.detach() for name, tensor in first.parameters().items() if tensor.is_floating_point()}
     params = {name: tensor.requires_grad_(stored[name].requires_grad) for name, tensor in floating.items()}

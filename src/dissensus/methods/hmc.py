@@ -28,7 +28,6 @@ from dissensus.engine.loader import Loader
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
 from dissensus.methods.snapshots import LastSnapshots, Snapshots
-from dissensus.numerics.flat_weights import unflatten
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
 from dissensus.utils.checks import fraction, integer, number
@@ -131,7 +130,7 @@ class HMC(SamplingPosterior):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
             text = "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up"
             log.log(level, text, chain, 100 * acceptance)
-        found = unflatten(self.chains.draws, sampled_weights(self.particles).first_member())
+        found = sampled_weights(self.particles).unflatten(self.chains.draws)
         copies = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
         self.stored = self._make_families(copies)
         self.uncalibrate("fit_posthoc")
@@ -179,7 +178,7 @@ class Potential:
 
     @torch.no_grad()
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        parts = unflatten(position, self.weights.first_member())
+        parts = self.weights.unflatten(position)
         for name, rows in self.weights.rows().items():
             rows.copy_(parts[name])
         with torch.enable_grad():

@@ -15,7 +15,6 @@ from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
 from dissensus.methods.snapshots import SnapshotRecorder, Snapshots
-from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
 from dissensus.utils.sharding import gather_full_tensor, local_part, shard_last_axis, shard_like
 from dissensus.utils.tensor_tree import Tensors
@@ -51,7 +50,7 @@ class MeanRecorder(SnapshotRecorder):
         one = self.weights.first_member()
 
         def around(m: int) -> Tensors:
-            drawn = unflatten(gather_full_tensor(self.sample_network(m, samples, generator)), one)
+            drawn = self.weights.unflatten(gather_full_tensor(self.sample_network(m, samples, generator)))
             return {name: shard_like(each, one[name], before=1) for name, each in drawn.items()}  # (S, ...)
 
         return stack_networks(around, len(self.mean_vector))
@@ -146,13 +145,12 @@ class SWAG(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        mean = gather_full_tensor(self.recorder.mean_vector)
-        return self.public_tensors(unflatten(mean, self.trained.first_member()))
+        return self.public_tensors(self.trained.unflatten(gather_full_tensor(self.recorder.mean_vector)))
 
     @property
     def variance(self) -> Tensors:
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
-        return self.public_tensors(unflatten(gather_full_tensor(self.recorder.variance()), self.trained.first_member()))
+        return self.public_tensors(self.trained.unflatten(gather_full_tensor(self.recorder.variance())))
 
 
 @final
@@ -179,5 +177,4 @@ class SWA(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        mean = gather_full_tensor(self.recorder.mean_vector)
-        return self.public_tensors(unflatten(mean, self.trained.first_member()))
+        return self.public_tensors(self.trained.unflatten(gather_full_tensor(self.recorder.mean_vector)))

@@ -163,8 +163,6 @@ class KalmanRecorder(Recorder):
         return int(self.filters.observed) > 0
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        if not self.ready:
-            raise ValueError("expected observed steps, got none; train with fit, or call observe(optimizer) each step")
         moments = (self.filters.mean, self.filters.variance)
         means, variances = (self.weights.expand_members(each) for each in moments)
         rows = self.weights.rows()

@@ -1,11 +1,9 @@
 """Flat weights: one vector split into the tensors of a network, and one block of memory viewed as many tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from dissensus.utils.tensor_tree import Tensors
 
 
 def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -19,13 +17,6 @@ def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in at least float32, for sums over many numbers whose differences matter."""
     return tensor.to(state_dtype([tensor]))
-
-
-def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
-    """Name -> (*S, *shape) views of flat (*S, P), in the dtype of the tensors in `like`."""
-    parts = torch.split(flat, [tensor.numel() for tensor in like.values()], dim=-1)
-    pairs = zip(like.items(), parts, strict=True)
-    return {name: part.reshape(*flat.shape[:-1], *t.shape).to(t.dtype) for (name, t), part in pairs}
 
 
 class Block:

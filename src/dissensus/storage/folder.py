@@ -19,7 +19,7 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
-from dissensus.core.description import describe_network, layer_lines, to_json_values
+from dissensus.core.description import complete_config, describe_network, layer_lines, to_json_values
 from dissensus.core.likelihood import Likelihood, RealTargets
 from dissensus.core.member import PREFIX, state_names, tensors_by_name
 from dissensus.core.particles import Particles
@@ -97,7 +97,7 @@ def save(
     config = {
         "format": FORMAT,
         **blueprints.class_fields(posterior),
-        "arguments": posterior.config(),
+        "arguments": complete_config(posterior),
         **({"base": {**blueprints.class_fields(cutter), "arguments": cutter.config()}} if cutter else {}),
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": meaning},
         "network": {"structure": layer_lines(network), **posterior.initial_network, "name": name, "arguments": built}

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.calibrated import STATE
-from dissensus.core.description import config_as_json, describe_likelihood, differences, to_json_values
+from dissensus.core.description import complete_config, config_as_json, describe_likelihood, differences, to_json_values
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.partition import TrainingPartition
@@ -261,7 +261,9 @@ def describe_run(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedu
 
 def training_settings(posterior: Posterior) -> dict[str, Any]:
     """The method and its training settings, as JSON values; a checkpoint can be resumed only if they are equal."""
-    settings = {key: value for key, value in posterior.config().items() if key not in posterior.draw_only_settings}
+    settings = {
+        key: value for key, value in complete_config(posterior).items() if key not in posterior.draw_only_settings
+    }
     described = {"method": posterior.name, "class": type(posterior).__name__, **settings}
     watchers = [training_settings(watcher) for watcher in posterior.watchers]
     return {**described, "watchers": watchers} if watchers else described

@@ -129,7 +129,8 @@ def fit(
         plan.set_rates(epochs - len(history))
         run = Trainer(plan, division, so_far, epochs, patience, accumulate, clip, precision, engine, callback, on_step)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
-        bar.note(_resume_note(len(history), epochs) if resumes else "")
+        place = f"at epoch {len(history) + 1}" if len(history) < epochs else "after the last epoch"
+        bar.note(f"resumed {place} of {epochs}" if resumes else "")
         with run, bar, Interruptions(division.active_mesh, resumable=checkpoint is not None) as interruptions:
             for index in choice.remaining_epochs(len(history) + 1):
                 epoch = run.train_epoch(index, bar, interruptions)
@@ -328,12 +329,9 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 def _store_draw(posterior: Posterior, loader: Loader) -> float:
     """Draws and stores functions; returns the seconds it took."""
     start = time.perf_counter()
-    refresh(posterior, loader)
+    if posterior.ready:  # after too few steps for a record the weights are trained all the same; predictions say it
+        refresh(posterior, loader)
     return time.perf_counter() - start
-
-
-def _resume_note(done: int, epochs: int) -> str:
-    return f"resumed {f'at epoch {done + 1}' if done < epochs else 'after the last epoch'} of {epochs}"
 
 
 def _move_to_device(posterior: Posterior, device: torch.device | str | None) -> None:

@@ -110,7 +110,8 @@ def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]
     listed = orderings(results, found)
     judged = comparisons.comparison_family({each.key: each.comparison for each in listed}, holm=results.holm)
     said = [
-        f"{_measure_label(each.measure)}: published, {each.ahead} is ahead of {each.behind} "
+        f"{each.measure.label}{f', {each.measure.group}' * (each.measure.group not in ('', 'test'))}: "
+        f"published, {each.ahead} is ahead of {each.behind} "
         f"({_pair_text(each.measure, *each.published)}); here it is {'level' if each.gap == 0 else 'behind'} "
         f"({_pair_text(each.measure, *each.ours)}; {_chance_text(each, judged)})."
         for each in listed
@@ -146,10 +147,6 @@ def _measure(key: str, found: Sequence[Measure]) -> Measure:
 
 def _pair_text(measure: Measure, first: float, second: float) -> str:
     return f"{measure.text(first)} against {measure.text(second)} {measure.unit}".strip()
-
-
-def _measure_label(measure: Measure) -> str:
-    return f"{measure.label}{f', {measure.group}' if measure.group not in ('', 'test') else ''}"
 
 
 def _chance_text(ordering: Ordering, judged: Family) -> str:

@@ -323,7 +323,11 @@ class RecordingPosterior(SamplingPosterior):
         return lambda epoch: constant_tail(epoch / max(epochs, 1), floor=self.floor)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        return self.recorder.sample(samples, generator)
+        found = self.recorder.sample(samples, generator)
+        if not self.recorder.ready:
+            got = f"none, or too few for its {type(self.recorder).__name__}"
+            raise ValueError(f"expected observed steps, got {got}; train with fit, or call observe(optimizer) each step")
+        return found
 
     @final
     def draw_for_validation(self, loader: Iterable[Any]) -> DrawnFunctions:
