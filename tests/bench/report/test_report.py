@@ -169,7 +169,10 @@ def test_what_damage_does_is_said_of_the_inputs_that_were_damaged(page):
         text = (page / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
         assert f"{few} of the test inputs were corrupted" in text
         assert f"accuracy changes from {100 * clean:.2f} %" in text
-        assert f"calibration error changes from {100 * best.arrays['corrupt/clean/ece']:.2f} %" in text
+        # that of single damages, not of all together: with more rows in a bin it is smaller by chance
+        ends = [100 * float(best.arrays[f"corrupt/{each}ece"].mean()) for each in ("clean/", "")]
+        assert best.metrics["corrupt/ece"] != pytest.approx(ends[1] / 100)
+        assert f"calibration error changes from {ends[0]:.2f} % to {ends[1]:.2f} %" in text
 
 
 def test_table_and_text_show_the_stored_numbers(page):

@@ -326,7 +326,9 @@ class RecordingPosterior(SamplingPosterior):
         found = self.recorder.sample(samples, generator)
         if not self.recorder.ready:
             got = f"none, or too few for its {type(self.recorder).__name__}"
-            raise ValueError(f"expected observed steps, got {got}; train with fit, or call observe(optimizer) each step")
+            raise ValueError(
+                f"expected observed steps, got {got}; train with fit, or call observe(optimizer) each step"
+            )
         return found
 
     @final
