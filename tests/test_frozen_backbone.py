@@ -35,6 +35,10 @@ LOADERS = {
     "its own generator": lambda x, y: DataLoader(
         TensorDataset(x, y), batch_size=10, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(4)
     ),
+    "labelled mappings": lambda x, y: ds.Loader(
+        DataLoader([{"input": each, "class": label} for each, label in zip(x, y, strict=True)], batch_size=10),
+        labels="class",
+    ),
     "list": lambda x, y: [(x[:30], y[:30]), (x[30:], y[30:])],
 }
 

@@ -19,7 +19,7 @@ def report(
     baseline: str | None = None,
     holm: bool = False,
 ) -> list[Path]:
-    """Writes evaluations as results.csv, report.md and report.html to a folder, or as one file.
+    """Writes evaluations as results.csv, report.md and report.html to a folder, or as one file; returns their paths.
 
     Intervals and p-values reflect the number of test examples and, if there are several, of seeds. The page is one file.
 
@@ -29,9 +29,6 @@ def report(
         title: heading of the page.
         baseline: name that the others are compared with; None is the first.
         holm: whether to adjust p-values and intervals for the number of comparisons in each table.
-
-    Returns:
-        Paths of the files written.
     """
     # Here, so that matplotlib and jinja2 are loaded only for a report.
     from dissensus.bench.report.html_report import write_report

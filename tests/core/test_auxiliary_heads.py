@@ -87,7 +87,10 @@ def test_the_head_is_ignored_without_a_weight_and_in_eval_mode():
         expected = F.cross_entropy(network(x)["out"], y)
         torch.testing.assert_close(ds.MAP(network).loss(x, y).reshape(()), expected, **EXACTLY)
     plain = tiny.Network(lambda net, x: {"out": net.layer(x)}, layer=nn.Conv2d(2, 3, 1).double(), auxiliary_weight=0.4)
-    refuses(lambda: ds.MAP(plain).loss(x, y), "aux", KeyError)
+    told = 'expected "out" and "aux" of a network with auxiliary_weight, got others; return a dict of both'
+    refuses(lambda: ds.MAP(plain).loss(x, y), told, TypeError)
+    pair = tiny.Network(lambda net, x: (net.layer(x), x), layer=nn.Conv2d(2, 3, 1).double(), auxiliary_weight=0.4)
+    refuses(lambda: ds.MAP(pair).loss(x, y), told, TypeError)
 
 
 METHODS = {

@@ -92,7 +92,7 @@ def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_
 
     with torch.set_grad_enabled(gradients):
         found, expected = run_by_vmap(one, rows, 3), torch.func.vmap(one)(rows)
-        looped = loop(one, map(rows.member_row, range(3)))
+        looped = loop(one, rows.member_rows(3))
     assert isinstance(found[2], Pair)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(looped, expected, rtol=1e-14, atol=1e-14)

@@ -119,7 +119,7 @@ def overlap(width, seed):
     wanted = list(shared.values())
 
     def gradients(member, one):
-        params = {**shared, **rows.member_row(member).own}
+        params = {**shared, **rows.member_rows(member + 1)[member].own}
         f = particles.call(lambda each: each.network(one[None]), params, {})[0]
         return torch.cat([g.flatten() for g in torch.autograd.grad(f.sum(), wanted)])
 

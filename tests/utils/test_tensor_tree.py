@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -278,3 +279,34 @@ def test_nodes_that_come_or_go_are_seen_and_a_tree_is_deleted_at_once():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def renamed(network):
+    norm = network.norm
+    del network.norm
+    network.other = norm
+
+
+def given_another_registry(network):
+    network._modules = OrderedDict(linear=network.linear, norm=nn.BatchNorm1d(6))
+
+
+@pytest.mark.parametrize("change", [renamed, given_another_registry])
+@pytest.mark.parametrize("look", [lambda posterior: None, lambda posterior: posterior.predict(torch.randn(5, 4))])
+def test_submodules_that_are_kept_are_those_that_there_are_now(change, look):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return list(self.children())[1](self.linear(x))
+
+    network = Net()
+    posterior = ds.MAP(network)
+    look(posterior)
+    change(network)
+    assert {name for name, _ in posterior.named_parameters()} <= posterior.state_dict().keys()
+    before = list(network.children())[1].running_mean.clone()
+    ds.fit(posterior, [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))], epochs=1, progress=False)
+    assert not torch.equal(list(network.children())[1].running_mean, before)

@@ -59,9 +59,6 @@ def implicit_corruptions(
         steps: descent steps, each a forward and a backward pass through all M functions.
         draw: as in `pgd`; "fresh" draws once.
         at_once: most pairs of a function and an input in memory at a time (at least one input).
-
-    Returns:
-        `ImplicitCorruptions`: inputs (S, B, ...), functions (S,) and explained (S, B).
     """
     weight = float(number("penalty", penalty, above=0))
     wanted, at_once = integer("functions", functions), integer("at_once", at_once)

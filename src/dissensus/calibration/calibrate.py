@@ -56,9 +56,6 @@ def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMe
             without members. For regression, "temperature" multiplies the noise's deviation, "scale" the predictive
             deviation, and "isotonic" corrects the cumulative distribution, which also gives a summary. The guide compares
             them.
-
-    Returns:
-        `Calibrated`: NLL and calibration error of these rows before and after.
     """
     if isinstance(expect_posterior(posterior).likelihood, Tokens):
         one_of("method", method, ("temperature",), hint="tokens have this one")

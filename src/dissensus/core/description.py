@@ -56,11 +56,9 @@ def describe_settings(posterior: Any) -> dict[str, Any]:
 def complete_config(posterior: Any) -> dict[str, Any]:
     """config(), which must hold all keywords of the constructor: what is missing would be lost in a file."""
     config, kind = dict[str, Any](posterior.config()), type(posterior).__name__
-    elsewhere = ("likelihood", "prior", "latents", "base")
-    for name in _keywords(type(posterior)):
-        if name not in config and name not in elsewhere:
-            advice = f"keep it as self.{name}, or return it from config()"
-            raise ValueError(f"expected {name!r} of {kind} in its config(), got {', '.join(config)}; {advice}")
+    for name in _keywords(type(posterior)).keys() - config.keys() - {"likelihood", "prior", "latents", "base"}:
+        advice = f"keep it as self.{name}, or return it from config()"
+        raise ValueError(f"expected {name!r} of {kind} in its config(), got {', '.join(config)}; {advice}")
     return config
 
 

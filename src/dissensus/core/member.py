@@ -23,7 +23,7 @@ from dissensus.core.member_runner import first_line, network_lock
 from dissensus.utils.batch_norm_names import frozen_norms, statistics_names
 from dissensus.utils.memory_layout import with_own_memory
 from dissensus.utils.module_state import OWN, deepcopy_memo
-from dissensus.utils.network_outputs import output_tensor
+from dissensus.utils.network_outputs import auxiliary_output, output_tensor
 from dissensus.utils.sharding import check_copyable
 from dissensus.utils.shared_tensors import is_one_tensor
 from dissensus.utils.tensor_tree import (
@@ -82,7 +82,7 @@ class Member(nn.Module):
         if isinstance(outputs, Tensor):
             return outputs, 0.0
         weight = getattr(self.network, "auxiliary_weight", 0.0) if self.network.training else 0.0
-        auxiliary = weight * self.likelihood.nll(outputs["aux"], batch.y, batch.weight) if weight else 0.0
+        auxiliary = weight * self.likelihood.nll(auxiliary_output(outputs), batch.y, batch.weight) if weight else 0.0
         return output_tensor(outputs), auxiliary
 
 

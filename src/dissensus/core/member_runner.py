@@ -39,10 +39,6 @@ class Rows(NamedTuple):
     buffers: Tensors
     varying: Tensors
 
-    def member_row(self, index: int) -> "Rows":
-        """One member's row."""
-        return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
-
     def member_rows(self, count: int) -> list["Rows"]:
         """Each member's row."""
         return [Rows(*row) for row in cut_rows(self, count)]

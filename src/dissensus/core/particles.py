@@ -340,7 +340,10 @@ class Particles(nn.Module):
 
     def member_tensors(self, index: int) -> tuple[Tensors, Tensors]:
         """(parameters, buffers) of one member, for `call`."""
-        (params, buffers), row = named_tensors(self.shared), Rows(*named_tensors(self.own), {}).member_row(index)
+        (params, buffers), row = (
+            named_tensors(self.shared),
+            Rows(*named_tensors(self.own), {}).member_rows(index + 1)[index],
+        )
         return {**params, **row.own}, {**buffers, **row.buffers}
 
     def call_first(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, Unpack, final
+from typing import Any, ClassVar, Literal, Self, TypeGuard, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -296,7 +296,12 @@ def annealing_weight(posterior: TrainableModule, annealing: Annealing) -> Tensor
 
 def connected_mesh(posterior: TrainableModule) -> Any:
     """The posterior's mesh, if it has other processes that are still connected; else None."""
-    if (mesh := posterior.mesh) is None or isinstance(mesh, str):
-        one_of("mesh", mesh or "independent", ["independent"], hint="or pass ds.distributed.mesh(...)")
-        return None
-    return mesh if mesh.size > 1 and mesh.is_alive else None
+    mesh = posterior.mesh
+    return mesh if is_mesh(mesh) and mesh.size > 1 and mesh.is_alive else None
+
+
+def is_mesh(mesh: Any) -> TypeGuard[Any]:
+    """Whether this is a mesh, and not None or "independent"; raises for anything else."""
+    if (known := hasattr(mesh, "is_alive")) or mesh in (None, "independent"):
+        return known
+    raise ValueError(f'expected a mesh, "independent" or None, got {mesh!r}; pass ds.distributed.mesh(...)')

@@ -161,7 +161,7 @@ class MeshExchange(Exchange):
                 return pytree.tree_leaves(z)
 
             if not at_once:
-                return [leaf.shape for leaf in one(particles.rows().member_row(0))]
+                return [leaf.shape for leaf in one(particles.rows().member_rows(1)[0])]
             with particles.vmap_context():
                 return [leaf.shape[1:] for leaf in torch.func.vmap(one, randomness="different")(particles.rows())]
 

@@ -19,6 +19,7 @@ from dissensus.core.collectives import Exchange
 from dissensus.core.divergence import Diverged
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.trainable import is_mesh
 from dissensus.core.weights import Recorder
 from dissensus.distributed.init import start
 from dissensus.distributed.mesh import Mesh, check_same, check_turns, exchange_results, mesh as new_mesh, tree_checksum
@@ -47,7 +48,7 @@ def partition_training(
         # A sampler may have divided rows already.
         members = max(size // loader.ranks, 1) if loader.ranks > 1 else math.gcd(size, posterior.particles.members)
         mesh = new_mesh(members=members) if size > 1 else None
-    if mesh is None or isinstance(mesh, str):
+    if not is_mesh(mesh):
         posterior.mesh = mesh
         yield TrainingPartition(posterior, loader)
     else:
@@ -231,7 +232,7 @@ class MeshTrainingPartition(TrainingPartition):
             batches = self._read_parts()
         elif self.mesh.data.size > 1 and self.posterior.inputs is None and self.loader.has_separable_rows:
             batches = self.loader.partial_batches(self._choose_rows)
-        return self._in_lockstep(batches)
+        return self._in_lockstep(batches) if self.is_shared else batches
 
     def _read_parts(self) -> Iterator[Batch]:
         """Batches of this rank's own rows; those that its sampler repeats, to be even, have weight 0."""

@@ -133,7 +133,9 @@ class Loader:
         if not isinstance(given, DataLoader) or self.is_stream or given.batch_sampler is None:
             return None
         size, collate, workers = given.batch_size or 256, given.collate_fn, given.num_workers
-        x, *rest = make(DataLoader(given.dataset, size, collate_fn=collate, num_workers=workers))
+        x, *rest = make(
+            Loader(DataLoader(given.dataset, size, collate_fn=collate, num_workers=workers), labels=self.labels)
+        )
         rows = StackDataset(StackDataset(**x), *rest)
         return DataLoader(rows, batch_sampler=given.batch_sampler, generator=given.generator)
 

@@ -142,7 +142,7 @@ class DistancesOverTraining:
 class Convergence:
     """Convergence diagnostics of chains: split-R̂ and effective sample sizes of log-probabilities (B, C) or means (B, D)."""
 
-    rhat: Tensor
+    rhat: Tensor  # near 1 where chains agree
     effective_samples: Tensor
     draws: int  # of all chains together
 
@@ -158,9 +158,6 @@ def convergence(posterior: Posterior, x: Inputs) -> Convergence:
     Args:
         posterior: a trained `HMC` or `SGHMC` with at least four samples per chain.
         x: inputs (B, ...): a tensor, a tuple or a dict of tensors.
-
-    Returns:
-        `Convergence`: `.rhat` and `.effective_samples`, each (B, C) or (B, D). R̂ near 1 means that the chains agree.
     """
     batches.count_examples(x := batches.convert_inputs(x))  # raises if x has no tensor
     x = batches.move_to_device(x, posterior.device)

@@ -190,9 +190,6 @@ def capacity(network: nn.Module, *, mode: Mode = "in", layers: Sequence[str] | N
     Args:
         network: any module.
         mode, layers: as in NodeBNN; latents on biases are not counted.
-
-    Returns:
-        A `Capacity` with `weights`, `nodes` and `ratio`, in total and by layer.
     """
     one_of("mode", mode, MODES)
     found, account = conversion.convertible_layers(network, layers=layers)

@@ -35,9 +35,6 @@ def track(
         methods: classes that sample around trained weights (TRADI, SWAG, …), or functions such as `partial(SWAG, rank=5)`.
         likelihood: for networks only, since a posterior has its own; None is `Classification()`.
         prior, weight_prior_std, data_size: as in `Posterior`; for networks only.
-
-    Returns:
-        The given posterior itself, or a MAP around the networks, with `watchers` in the order of `methods`.
     """
     if not methods or not all(map(callable, methods)):
         raise TypeError(f"expected methods, got {methods!r}; pass classes or functions of the network, [TRADI, SWAG]")

@@ -107,9 +107,6 @@ def pca_lengthscales(
         rank: R, number of eigenvectors; None is all up to 4,096 dimensions, 512 beyond. Other directions share the rest.
         passes: passes over the data for inputs of more than 4,096 dimensions, whose eigenvectors are computed by randomised
             subspace iteration without a D × D matrix; only one if the data can be read only once.
-
-    Returns:
-        `Lengthscales` with eigenvectors (D, R), largest eigenvalue first.
     """
     number("alpha", alpha, least=0, most=1, hint="0 is the identity, 1 the principal components")
     one_of("form", form, ("poster", "paper"))

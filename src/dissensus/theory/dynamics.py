@@ -196,9 +196,6 @@ def ensemble_dynamics(
         kernels: a function (x1, x2) -> `EmbeddedKernels`, such as functools.partial(embedded_kernels, depth=2, …).
         members: number of members, M.
         gamma: M trains shared weights with the sum of the members' gradients (independent), 1 with their mean (collective).
-
-    Returns:
-        `EnsembleDynamics`: `.members(…)` and `.law(…)` give outputs at any time, `.largest_rate` the stability limit.
     """
     integer("members", members, hint="4 is a usual number")
     number("gamma", gamma, above=0, hint="pass M for the independent regime, 1 for the collective one")

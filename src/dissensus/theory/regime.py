@@ -225,7 +225,7 @@ class MemberOutputs:
     def member(self, tensors: Tensors, m: int) -> Tensor:
         """Outputs (B, …) of member m."""
         function, rows = self._function_of_rows(tensors)
-        return function(rows.member_row(m))
+        return function(rows.member_rows(m + 1)[m])
 
     def _function_of_rows(self, tensors: Tensors) -> tuple[Callable[[Rows], Tensor], Rows]:
         """(a function of one member's rows that returns its outputs, the rows of all members)."""

@@ -25,3 +25,12 @@ def named_output(outputs: Any) -> Any:
     # Models of transformers return "logits", or with return_dict=False a tuple that starts with them; torchvision's
     # segmentation models return "out" and "aux", which only the training loss reads (`Member.outputs_and_auxiliary`).
     return outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
+
+
+def auxiliary_output(outputs: Any) -> Tensor:
+    """The output of an auxiliary head: "aux" of a dict."""
+    if not (isinstance(outputs, Mapping) and isinstance(found := outputs.get("aux"), Tensor)):
+        raise TypeError(
+            'expected "out" and "aux" of a network with auxiliary_weight, got others; return a dict of both'
+        )
+    return found

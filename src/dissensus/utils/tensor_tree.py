@@ -122,19 +122,29 @@ class SubmoduleCache(Cache):
     # Do not keep it where one of the modules is its owner, which would then be deleted late.
 
     def __init__(self) -> None:
-        self.inner: list[dict[str, nn.Module | None]] = []  # the children of those that have some
-        self.leaves: list[dict[str, nn.Module | None]] = []  # and of the others
-        self.known: tuple[list[nn.Module | None], list[nn.Module]] | None = None
+        self.walked: list[nn.Module] = []  # those whose children were looked at
+        self.children: list[dict[str, nn.Module | None]] = []  # of these, with names
+        self.known: tuple[list[Any], list[nn.Module]] | None = None
 
     def __call__(self, *modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
         """The modules may be None, but not change with `trees`."""
-        now = [*modules, *chain.from_iterable(map(dict.values, self.inner))]
-        if self.known is None or self.known[0] != now or any(self.leaves):
+        same = self.known is not None and all(map(is_, map(children_of, self.walked), self.children))
+        if self.known is None or not same or self.known[0] != self._list_children(modules):
             found = all_submodules(*modules, trees=trees)
-            children = [children_of(part) for part in found if trees or not isinstance(part, TensorTree)]
-            self.inner, self.leaves = [*filter(None, children)], [each for each in children if not each]
-            self.known = [*modules, *chain.from_iterable(map(dict.values, self.inner))], found
+            self.walked = [part for part in found if trees or not isinstance(part, TensorTree)]
+            self.children = [*map(children_of, self.walked)]
+            self.known = self._list_children(modules), found
         return self.known[1]
+
+    def _list_children(self, modules: Sequence[nn.Module | None]) -> list[Any]:
+        """The modules, names of all children, and these."""
+        each = [*filter(None, self.children)]
+        return [
+            *modules,
+            *map(len, self.children),
+            *chain.from_iterable(each),
+            *chain.from_iterable(map(dict.values, each)),
+        ]
 
 
 class NamedSubmodules(Cache):

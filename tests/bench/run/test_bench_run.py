@@ -178,6 +178,16 @@ def test_what_is_done_is_not_done_again(benched, monkeypatch):
     assert not any("evaluating" in text for text in told)
 
 
+def test_a_run_that_knows_a_score_by_its_former_name_is_evaluated_again(benched, tmp_path):
+    folder = shutil.copytree(benched[0] / "map-seed0", tmp_path / "run")
+    config = (folder / "config.toml").read_text()
+    assert 'score = "' in config
+    (folder / "config.toml").write_text(re.sub('score = "[a-z_]+"', 'score = "entropy"', config))
+    assert Run.open(folder).config.evaluation["score"] == "total"
+    (folder / "metrics.json").unlink()
+    assert "nll" in Run.open(folder).evaluate().metrics
+
+
 def test_a_lost_stage_alone_is_done_again(benched, tmp_path):
     run = Run.open(shutil.copytree(benched[0] / "map-seed0", tmp_path / "run"))
     first = run.evaluate()

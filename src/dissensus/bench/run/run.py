@@ -34,7 +34,7 @@ from dissensus.bench.run.training_watch import DISTANCE_ROWS, distance_callback,
 from dissensus.bench.task.config import RunConfig, run_config_from_table
 from dissensus.bench.task.objects import parse_object
 from dissensus.calibration.calibrate import OF_CLASSES, OF_REGRESSIONS, calibrate, temperature_scale
-from dissensus.calibration.conformal import CLASS_SCORES, INTERVAL_SCORES, conformal
+from dissensus.calibration.conformal import CLASS_SCORES, FORMER_SCORES, INTERVAL_SCORES, conformal
 from dissensus.calibration.selective import selective
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
@@ -117,6 +117,8 @@ class Run:
             raise run_folder.no_run_error(folder)
         table = read_toml(path)
         table.pop("provenance", None)
+        asked = table.get("evaluation", {})
+        asked |= {"score": FORMER_SCORES.get(asked["score"], asked["score"])} if "score" in asked else {}
         return cls(folder, run_config_from_table(table, str(path)), load=DataCache(source))
 
     def check(self) -> None:
