@@ -158,7 +158,7 @@ def test_rows_of_ones_own_are_shuffled_once_and_standardised_by_training_rows(mi
     ("far=5.0", "near=5.0", "expected settings that fit the data of .*unexpected keyword argument 'far'"),
     ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected 60 targets in test of"),
     ("strength=0.1, **keywords", "strenght=0.1", "expected a keyword of .*DeepEnsemble of .*got 'likelihood'"),
-    ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*members"),
+    ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*in its config"),
     ("DeepEnsemble(ds.StackedPosterior):", "DeepEnsemble:", "expected a class derived from dissensus.Posterior"),
     ("import torch\n", "import torch, no_such_thing\n", "can be imported.*No module named 'no_such_thing'"),
 ])  # fmt: skip
