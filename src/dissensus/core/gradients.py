@@ -77,7 +77,7 @@ def allocate_stacks(particles: Particles, state: State) -> Tensors:
 
 
 def copy_into_stacks(one: Gradients, rows: Tensors) -> Gradients:
-    """A member's results, copied into its rows of the stacks, and the largest () of its own gradients."""
+    """A member's results, copied into its rows of the stacks, and on a GPU, where it costs least, its largest gradient ()."""
     if not rows:
         return one
     gradients = {name: rows[name] for name in one.gradients if name in rows}
@@ -85,7 +85,7 @@ def copy_into_stacks(one: Gradients, rows: Tensors) -> Gradients:
     buffers = {name: rows[name] for name, each in there.items() if _same_shape_and_dtype(each, rows[name])}
     mine, given = {**gradients, **buffers}, {**one.gradients, **one.buffers}
     copy_all(list(mine.values()), [given[name] for name in mine])
-    largest = amax(list(gradients.values()), one.losses.device)
+    largest = amax(list(gradients.values()), one.losses.device) if one.losses.is_cuda else None
     return Gradients(one.losses, {**one.gradients, **gradients}, {**one.buffers, **buffers}, largest)
 
 
@@ -126,7 +126,7 @@ def combine_gradients(state: State, found: list[Gradients], stacks: Tensors) -> 
         sources += [b for _, b in elsewhere]
     copy_all(targets, sources)  # few kernels for all tensors and members
     looked = [one.largest for one in found if one.largest is not None]
-    largest = torch.stack(looked) if stacks else None
+    largest = torch.stack(looked) if looked else None
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers, largest)
 
 

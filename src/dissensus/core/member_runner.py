@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 def cut_rows(parts: Iterable[Tensors], count: int) -> list[list[Tensors]]:
     """The first rows of tensors (M, ...) by name, row after row: each has all parts."""
     # All at once: to index every tensor for every member takes as long as small layers.
-    cut = [{name: [*tensor] for name, tensor in part.items()} for part in parts]
+    cut = [{n: t.unbind() if isinstance(t, Tensor) else t for n, t in part.items()} for part in parts]
     return [[{name: views[i] for name, views in part.items()} for part in cut] for i in range(count)]
 
 
