@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -155,14 +155,14 @@ def remarks(task: Task, rows: list[Row], mine: list[Row], verdicts: list[str]) -
     """What stands below a table."""
     chosen = [f"Chosen on the held-out images: {found}."] if (found := chosen_method(task, mine)) else []
     counts = [f"{each}: {verdicts.count(each)}" for each in VERDICTS if each in verdicts]
-    said = [f"Verdicts on published differences: {', '.join(counts)}."] * bool(counts)
+    said = [f"Verdicts: {', '.join(counts)}."] * bool(counts)
     made = f"{task.settings['reference']['source']}."
     if mine:
         spent = sum(map(minutes_of, mine))
-        command_line, origins = command(task), origins_of(mine)
+        command_line, origins = command(task, {int(row["seed"]) for row in mine}), origins_of(mine)
         made = f"*Ours/published. {made} `{command_line}`; {origins}; {spent:.0f} min of a GPU.*"
     left = [method for method in task.methods if not any(row["method"] == method for row in mine)]
-    how = "the same command continues" if mine else f"`{command(task, several=False)}`"
+    how = "the same command continues" if mine else f"`{command(task)}`"
     ask = f"Not run{published_text(task, left)}: {how}; a seed takes {expected_minutes(task, left, rows)} min of a GPU."
     figure = f"![{task.title}](../figures/{figure_of(task.name).name})"
     return [*chosen, *said, *([figure] if figure_of(task.name).is_file() else []), made, *([ask] if left else [])]
@@ -185,9 +185,10 @@ def chosen_method(task: Task, rows: list[Row]) -> str | None:
     return max(means, key=means.__getitem__) if len(means) == len(others) else None
 
 
-def command(task: Task, *, several: bool = True) -> str:
-    seeds = f" --size {task.size} --seeds 0 1 2" * several
-    return f"python benchmarks/papers.py --task {file_of(task)}{seeds} --data DIR"
+def command(task: Task, seeds: Collection[int] = (0,)) -> str:
+    """What runs a task at the usual size with these seeds."""
+    given = f" --seeds {' '.join(map(str, sorted(seeds)))}" * (set(seeds) != {0})
+    return f"python benchmarks/papers.py --task {file_of(task)}{given} --data DIR"
 
 
 def file_of(task: Task) -> str:

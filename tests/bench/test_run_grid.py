@@ -286,7 +286,7 @@ def test_a_page_shows_what_was_run_and_the_command_of_the_rest(papers):
     assert "|5.0|" in line
     assert line.endswith("does not come out|")
     assert "Not run (published accuracy/cA): map, weight_rde 81.7/54.2, function_rde 80.1/51.9" in text
-    assert "Verdicts on published differences: agrees: 1, does not come out: 1." in text
+    assert "Verdicts: agrees: 1, does not come out: 1." in text
     nothing = papers.papers_page.page(task, [], [])
     assert "`python benchmarks/papers.py --task cifar100-forde --data DIR`" in nothing
     assert "|" not in nothing
