@@ -13,6 +13,7 @@ from dissensus.core.batch import Batch
 from dissensus.engine import break_even, build_step, strategies
 from dissensus.engine.break_even import MEASURED, BreakEven, Pace, decide_by_count, known_pace
 from dissensus.engine.strategies import Plan
+from dissensus.kernels.fused_norm import has_fused_layers
 
 CPU = torch.device("cpu")
 
@@ -74,6 +75,27 @@ def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
     waiting, busy = Pace(plain=1.0, launched=0.95), Pace(plain=1.0, launched=0.3)
     assert waiting.estimate()[0] > 3 * busy.estimate()[0]
     assert waiting.estimate()[1] > busy.estimate()[1]  # a capture launches, too
+
+
+@pytest.mark.parametrize(("loads", "counts", "fused"), [
+    (False, [30], [True]), (True, [30], [False]), (True, [60], [True]), (True, [30, 30], [False, True]), (True, [None], [True]),
+])  # fmt: skip
+def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, counts, fused, monkeypatch) -> None:
+    monkeypatch.setattr(break_even, "_loaded", set())
+    monkeypatch.setattr(break_even, "LOADING", 5.0)  # of which a tenth of 50 calls pays
+    found, pace = [], Pace(plain=1.0, launched=1.0, loads=loads)
+    for count in counts:
+        way = BreakEven(pace, CPU, count)
+        while not way.begin_call():
+            way.end_call(fast=False)
+        way.end_call(fast=True)
+        found.append(way.fused)
+    assert found == fused
+    assert ("fused layers" in break_even._loaded) == (loads and fused[-1])
+
+
+def test_only_batch_norm_is_fused() -> None:
+    assert [*map(has_fused_layers, (ds.nets.MLP(4, 3), ds.MAP(ds.nets.ResNet(8))))] == [False, True]
 
 
 def test_a_way_that_is_slower_never_pays_again(monkeypatch) -> None:

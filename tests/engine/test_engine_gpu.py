@@ -96,6 +96,14 @@ def test_every_engine_trains_as_the_loop_does(engine: str, optimizer: str) -> No
     assert used.param_groups[0]["lr"] == (2**-4 if optimizer == "sgd" else 2**-7) / 8
 
 
+@pytest.mark.parametrize("members", [1, 2])
+def test_statistics_are_copied_once_a_step_where_no_activations_are_recomputed(members: int) -> None:
+    posterior = ds.DeepEnsemble([ds.nets.ResNet(8) for _ in range(members)])
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+    ds.fit(posterior, Batches(x, y, batch_size=4), epochs=1, device="cuda", engine="loop", progress=False)
+    assert posterior.particles.runner.recomputes is False
+
+
 def test_captured_dropout_has_fresh_and_distinct_masks() -> None:
     torch.manual_seed(0)
     networks = [nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Dropout(0.5), nn.Linear(64, 5)) for _ in range(4)]

@@ -17,6 +17,7 @@ from dissensus.engine.strategies import (  # fmt: skip
     plain_plan,
 )
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
+from dissensus.kernels.fused_norm import has_fused_layers
 
 
 class AdaptiveStep:
@@ -43,7 +44,8 @@ class AdaptiveStep:
         plans, device = posterior.particles.runner.plans, posterior.device
         key = request_key(posterior, batch, precision)
         # Not before the second batch: an optimiser makes its state at its first step, and not in a graph.
-        possible = [(known_pace(plans, key), 1, self._prepare_graph)] if device.type == "cuda" else []
+        graph = known_pace(plans, key, loads=has_fused_layers(posterior))
+        possible = [(graph, 1, self._prepare_graph)] if device.type == "cuda" else []
         if may_compile(posterior) and not is_deterministic():
             possible.append((known_pace(plans, key, compiles=True), 0, self._prepare_compiled))
         for pace, first, prepare in possible:
@@ -97,7 +99,7 @@ class AdaptiveStep:
         self._release_graphs()
         self.plan = plan
         self.taken = plan.taken if plan.taken.alive else self.taken
-        self.eager.strategy = plan.tried or make_strategy(plan.kind, compiled=plan.compiled)
+        self.eager.strategy = plan.tried or make_strategy(plan.kind, compiled=plan.compiled, fused=plan.fused)
         self.captured = CapturedStep(self.eager) if plan.captured else None
         self._find_run()
 
@@ -121,9 +123,9 @@ class AdaptiveStep:
         self._find_run()
 
     def _prepare_graph(self, batch: Batch, way: BreakEven) -> None:
-        timed = way.times_convolutions
-        self._use(make_plan("auto", self.eager.posterior, batch, precision=self.eager.precision, timed=timed))
-        if self.captured is not None and way.pace.is_known:
+        how = {"timed": way.times_convolutions, "fused": way.fused}
+        self._use(make_plan("auto", self.eager.posterior, batch, precision=self.eager.precision, **how))
+        if self.captured is not None and way.pace.is_known and way.pace.fused >= way.fused:
             self.captured.warm_up = 0  # its kernels are loaded
 
     def _prepare_compiled(self, batch: Batch, way: BreakEven) -> None:

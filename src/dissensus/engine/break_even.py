@@ -27,16 +27,17 @@ log = logging.getLogger("dissensus")
 SAVED = 2 / 3  # the share of a plain call that a graph saves where launching kernels takes longer than running them
 SAVED_BY_FUSING = 0.1  # and where it does not
 LAUNCHING = 0.8  # the share of a call from which launching is what takes the time
-CAPTURE = 6  # launches of a plain call that a graph takes: a warm-up and a capture by way of fused layers
+CAPTURE = 3  # launches of a plain call that a graph takes: a warm-up and a capture
+FIRST = 0.05  # seconds more for the first graph of a process
 MEASURED = 3  # the call that is measured: those before it load libraries and make an optimiser's state
-LOADING = 0.4  # seconds for the kernels of fused layers, once per process
+LOADING = 0.4  # seconds for the kernels of fused layers, once per process: else a graph holds the layers one by one
 TIMED, TIMING = 0.08, 1.5  # share saved, and seconds taken, by cuDNN's timing its algorithms
 SAVED_BY_COMPILING, COMPILING = 1 / 3, 60.0
 FEW, MANY = 5, 500  # calls from which a graph pays, and timing algorithms, where the number of calls decides
 SLOWEST = 5.0  # seconds of a plain call: longer ones are not expected
 
 
-_loaded: set[str] = set()  # "fused layers", once this process has loaded their kernels
+_loaded: set[str] = set()  # what this process has loaded: "graphs", and "fused layers", their kernels
 
 
 def pays(seconds: float, saved: float, preparation: float) -> bool:
@@ -53,6 +54,9 @@ class Pace:
     fast: float | None = None
     preparation: float | None = None  # once kernels are loaded
     compiles: bool = False  # whether the fast way is compiled code, not a graph
+    loads: bool = False  # whether the network has layers that can be fused
+    fused: bool = False  # whether those of the graph that was measured were
+    calls: int = 0  # of all runs, where their number was known
     process: int = field(default_factory=os.getpid)  # copies in other processes have kernels to load
 
     @property
@@ -76,8 +80,8 @@ class Pace:
             saved = SAVED
         if self.compiles:  # anew in every run
             return saved, COMPILING
-        loading = 0.0 if _loaded else LOADING
-        return saved, loading + CAPTURE * self.launched if self.preparation is None else self.preparation
+        first = 0.0 if "graphs" in _loaded else FIRST
+        return saved, first + CAPTURE * self.launched if self.preparation is None else self.preparation
 
     def __str__(self) -> str:
         known = {"plain": self.plain, "fast": self.fast}
@@ -85,9 +89,9 @@ class Pace:
         return ", ".join(found + ([] if self.preparation is None else [f"prepared in {self.preparation:.2g} s"]))
 
 
-def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False) -> Pace:
+def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False, loads: bool = False) -> Pace:
     """The pace of calls of this kind and shape, kept among a runner's plans."""
-    return plans.setdefault(("pace", compiles, key), Pace(compiles=compiles))
+    return plans.setdefault(("pace", compiles, key), Pace(compiles=compiles, loads=loads))
 
 
 def may_pay(pace: Pace, count: int | None) -> bool:
@@ -125,9 +129,11 @@ class BreakEven:
         self.pace, self.device, self.count, self.first = pace, device, count, first
         self.by_count = not pace.compiles and (is_deterministic() or getattr(_where, "by_count", False))
         self.calls = 0  # so far
+        pace.calls += count or 0
         self.stage = "plain"  # then "preparing", "measuring", "settled"
         self.start = 0.0
         self.prepared_at: int | None = None
+        self.fused = True  # whether the fast way may fuse layers: not if their kernels do not pay in this run
 
     @property
     def is_settled(self) -> bool:
@@ -145,6 +151,7 @@ class BreakEven:
         prepares = self.stage == "plain" and known and self._pays_now()
         if prepares:
             self.stage, self.prepared_at = "preparing", self.calls
+            self.fused = self.by_count or self.count is None or self._fusing_pays
         if self.stage in ("preparing", "measuring") or (self.calls == MEASURED and not self.by_count):
             self._wait()
             self.start = perf_counter()
@@ -157,7 +164,8 @@ class BreakEven:
             pace.launched, pace.plain = self._stop()
         elif self.stage == "preparing" and fast:
             pace.preparation = self._stop()[1]  # of the last call, which captured; those before it warmed up
-            _loaded.add("fused layers")
+            pace.fused = self.fused
+            _loaded.update(["graphs", *["fused layers"] * (pace.loads and pace.fused)])
             self.stage = "settled" if self.by_count else "measuring"
         elif self.stage == "measuring":
             pace.fast = self._stop()[1]
@@ -177,12 +185,26 @@ class BreakEven:
             return self.count is not None and self.count >= MANY
         return pays((1 - self.pace.estimate()[0]) * self.seconds_left, TIMED, TIMING)
 
+    @property
+    def _loading(self) -> float:
+        """Seconds to load the kernels of fused layers, with which convolutions have shapes that are new to cuDNN, too."""
+        if not self.pace.loads or (self.pace.fused and self.pace.is_known):
+            return 0.0
+        return LOADING * ("fused layers" not in _loaded) + TIMING * torch.backends.cudnn.benchmark
+
+    @property
+    def _fusing_pays(self) -> bool:
+        """Whether their kernels pay; earlier runs count, since as many are expected to follow as there have been."""
+        calls = self.pace.calls - self.calls + 1
+        return pays(calls * (self.pace.plain or 0.0), SAVED_BY_FUSING, self._loading)
+
     def _pays_now(self) -> bool:
         if self.by_count:
             return self.calls > 1 and (self.count is None or self.count >= FEW)
         if self.calls <= self.first:
             return False
-        if pays(self.seconds_left, *self.pace.estimate()):
+        saved, preparation = self.pace.estimate()
+        if pays(self.seconds_left, saved, preparation + self._loading * (self.count is None)):
             log.debug(
                 "the fast way pays: %s; calls left: %s", self.pace, "unknown" if self.count is None else self.count
             )

@@ -33,7 +33,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, first_line
 from dissensus.engine.break_even import BreakEven, is_deterministic, known_pace
-from dissensus.kernels.fused_norm import fuse_layers
+from dissensus.kernels.fused_norm import fuse_layers, has_fused_layers
 from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.torch_private import is_transformed, outside_transforms
@@ -460,7 +460,7 @@ class CapturedFunction(CapturedCalls):
     def _way(self, key: Hashable, device: torch.device) -> BreakEven:
         if key not in self.ways:
             how = (self.half, self.compiled, self.caches_weights, str(device))
-            pace = known_pace(self.drawn.particles.runner.plans, ("prediction", *how, key))
+            pace = known_pace(self.drawn.particles.runner.plans, ("prediction", *how, key), loads=self._loads_kernels)
             count = None if self.ways else self.count  # the first shape's; others, as of a last batch, are rare
             self.ways[key] = BreakEven(pace, device, count, first=0 if pace.is_known else 1)
         if self.failed or (len(self.graphs) == MOST_GRAPHS and key not in self.graphs):
@@ -469,6 +469,8 @@ class CapturedFunction(CapturedCalls):
 
     def _capture_graph(self, key: Hashable, x: Inputs, way: BreakEven) -> None:
         timing = timed_convolutions(torch.device(DEVICE)) if way.times_convolutions else nullcontext()
+        if not way.fused:
+            self.implementations.implementations.pop("fused", None)
         with self.context():
             held = batches.map_tensors(x, torch.clone)
             with timing:
@@ -479,10 +481,9 @@ class CapturedFunction(CapturedCalls):
         elif self.side_stream is not None:
             torch.cuda.current_stream().wait_stream(self.side_stream)
 
-    @property
+    @functools.cached_property
     def _loads_kernels(self) -> bool:
-        fused = "fused" in self.implementations.implementations
-        return self.plain and self.drawn.particles.how != "vectorised" and fused
+        return self.plain and self.drawn.particles.how != "vectorised" and has_fused_layers(self.drawn)
 
     def _drop_if_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept."""
@@ -504,7 +505,7 @@ class CapturedFunction(CapturedCalls):
 
     def _load_kernels(self, x: Inputs) -> None:
         """Runs the first member as a graph will: libraries load their kernels, which they cannot do in a capture."""
-        if not self._loads_kernels:
+        if not self._loads_kernels or "fused" not in self.implementations.implementations:
             return
 
         def lane(index: int) -> AbstractContextManager[object]:

@@ -50,9 +50,13 @@ Kind = Literal["loop", "vectorised", "streamed"]
 UNFUSED = "batch norm runs apart from the layers after it: fused kernels fail for this network (%s)"
 
 
-def make_strategy(kind: Kind, *, compiled: bool = False) -> FallbackChain:
-    """The strategy of this kind; it falls back to a simpler one if it fails. `name` is the one in use: "loop+compiled"."""
-    make = _make_vectorised if kind == "vectorised" else functools.partial(LoopStrategy, streamed=kind == "streamed")
+def make_strategy(kind: Kind, *, compiled: bool = False, fused: bool = True) -> FallbackChain:
+    """The strategy of this kind; it falls back to a simpler one if it fails. `name` is the one in use: "loop+compiled".
+
+    `fused`: whether graphs may hold layers fused.
+    """
+    in_turn = functools.partial(LoopStrategy, streamed=kind == "streamed", fused=fused)
+    make = _make_vectorised if kind == "vectorised" else in_turn
     ways = {f"{kind}+compiled": _forbid_recompile_limit(make(compiled=True))} if compiled else {}
     ways[kind] = make(compiled=False)
     if kind == "vectorised":
@@ -93,8 +97,8 @@ def _make_vectorised(*, compiled: bool) -> Strategy:
 class LoopStrategy:
     """One member after the other; `streamed`: over CUDA streams, so that small kernels of several run together."""
 
-    def __init__(self, *, streamed: bool, compiled: bool) -> None:
-        self.compiled = compiled
+    def __init__(self, *, streamed: bool, compiled: bool, fused: bool = True) -> None:
+        self.compiled, self.fused = compiled, fused and not compiled
         self.member = _compile(functional_member_gradients) if compiled else None  # None: as `looped_gradients` does
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes() if streamed else None
@@ -102,7 +106,7 @@ class LoopStrategy:
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         # Launched one by one, fused layers take longer than torch's own: their arguments are prepared in Python.
-        if self.compiled or not is_for_graph():
+        if not self.fused or not is_for_graph():
             return self.run(posterior, batch)
         return self.implementations(posterior, batch)
 
@@ -170,6 +174,7 @@ class Plan:
     kind: Kind
     compiled: bool = False
     captured: bool = False
+    fused: bool = field(default=True, compare=False)  # whether the graph may hold layers fused
     seconds: float | None = None  # for the gradients of one batch, if timed
     taken: PeakMemory = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
     # The strategy that was timed, compiled already.
@@ -195,12 +200,18 @@ def plain_plan(posterior: Posterior) -> Plan:
 
 
 def make_plan(
-    engine: str, posterior: Posterior, batch: Batch, *, precision: torch.dtype | None, timed: bool = True
+    engine: str,
+    posterior: Posterior,
+    batch: Batch,
+    *,
+    precision: torch.dtype | None,
+    timed: bool = True,
+    fused: bool = True,
 ) -> Plan:
     """The fast plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
 
     Choices not fixed by the words are made here. `timed`: whether cuDNN may time its algorithms, and whether the only
-    candidate is timed, too, which measures its memory.
+    candidate is timed, too, which measures its memory. `fused`: whether graphs may hold layers fused.
     """
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
@@ -212,9 +223,12 @@ def make_plan(
     on_gpu = posterior.device.type == "cuda"
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
-    plans, key = posterior.particles.runner.plans, ("plan", timed, engine, request_key(posterior, batch, precision))
+    plans, key = (
+        posterior.particles.runner.plans,
+        ("plan", timed, fused, engine, request_key(posterior, batch, precision)),
+    )
     if key not in plans:
-        plans[key] = _fastest_plan(named, words, posterior, batch, precision, timed=timed)
+        plans[key] = _fastest_plan(named, words, posterior, batch, precision, timed=timed, fused=fused)
         log.info("members run %s%s", plans[key], plans[key].duration)
     return plans[key]
 
@@ -231,7 +245,7 @@ def compiled_plan(plan: Plan, posterior: Posterior, batch: Batch, *, precision: 
     times: dict[bool, float | None] = {}
     taken, run = UNMEASURED, None
     for compiled in (False, True):
-        run = make_strategy(plan.kind, compiled=compiled)
+        run = make_strategy(plan.kind, compiled=compiled, fused=plan.fused)
         times[compiled], taken = _time_candidate(run, posterior, batch, precision, captured=plan.captured, timed=True)
     plain, fast = times[False], times[True]
     if fast is None or (plain is not None and fast >= plain):
@@ -250,6 +264,7 @@ def _fastest_plan(
     precision: torch.dtype | None,
     *,
     timed: bool,
+    fused: bool,
 ) -> Plan:
     particles, on_gpu, compiled = posterior.particles, posterior.device.type == "cuda", "compiled" in words
     captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
@@ -259,9 +274,9 @@ def _fastest_plan(
         open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]
     kinds = named or (["loop"] if particles.members == 1 else open_ones)
     if len(kinds) == 1 and not (timed and on_gpu and not words):
-        return Plan(kinds[0], compiled, captured)
+        return Plan(kinds[0], compiled, captured, fused)
     for graphs in dict.fromkeys((captured, False)):  # if none can be captured: the fastest without a graph
-        ways = {kind: make_strategy(kind) for kind in kinds}
+        ways = {kind: make_strategy(kind, fused=fused) for kind in kinds}
         found = {
             kind: _time_candidate(ways[kind], posterior, batch, precision, captured=graphs, timed=timed)
             for kind in kinds
@@ -269,7 +284,7 @@ def _fastest_plan(
         possible = {kind: seconds for kind, (seconds, _) in found.items() if seconds is not None}
         if possible:
             kind = min(possible, key=lambda each: possible[each])
-            return Plan(kind, compiled, graphs, possible[kind], found[kind][1])
+            return Plan(kind, compiled, graphs, fused, possible[kind], found[kind][1])
     return Plan("loop", compiled, False)  # all of them fail: the plain loop works or raises the error
 
 

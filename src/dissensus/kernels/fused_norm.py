@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
 from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
-from dissensus.utils.torch_private import in_function_transform, version_of
+from dissensus.utils.torch_private import BatchNorm, in_function_transform, version_of
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
@@ -39,6 +39,11 @@ def fuse_layers() -> Iterator[None]:
             yield
     finally:
         thread.fusing = before
+
+
+def has_fused_layers(network: nn.Module) -> bool:
+    """Whether kernels of fused layers may run for this network, which a process must load first."""
+    return any(isinstance(part, BatchNorm) for part in network.modules())
 
 
 class _Thread(threading.local):

@@ -17,7 +17,7 @@ def copy_by_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in tensors.items()}
     found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     copy_all(list(found.values()), list(tensors.values()))
-    return found
+    return {name: copied.data for name, copied in found.items()}  # `data` begins at version 0, as a clone does
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
