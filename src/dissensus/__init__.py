@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
     if name in (*_ROOMS, "bench"):  # the bench stands above everything, so nothing here imports it
         return import_module(f"dissensus.{name}")
     if name not in __all__:
-        raise AttributeError(unknown_name("a name in dissensus, one", name, [*_ROOMS, *__all__]))
+        raise AttributeError(unknown_name("a name in dissensus, one", name, [*_ROOMS, *__all__], ["dir(dissensus)"]))
     value = globals()[name] = getattr(import_module(f"dissensus.{_HOMES.get(name, 'methods')}"), name)
     return value
 

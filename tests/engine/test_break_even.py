@@ -13,7 +13,7 @@ from dissensus.core.batch import Batch
 from dissensus.engine import break_even, build_step, strategies
 from dissensus.engine.break_even import MEASURED, BreakEven, Pace, decide_by_count, known_pace
 from dissensus.engine.strategies import Plan
-from dissensus.kernels.fused_norm import has_fused_layers
+from dissensus.kernels.fused_norm import can_fuse_layers
 
 CPU = torch.device("cpu")
 
@@ -94,8 +94,12 @@ def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, 
     assert ("fused layers" in break_even._loaded) == (loads and fused[-1])
 
 
-def test_only_batch_norm_is_fused() -> None:
-    assert [*map(has_fused_layers, (ds.nets.MLP(4, 3), ds.MAP(ds.nets.ResNet(8))))] == [False, True]
+@pytest.mark.parametrize(("make", "fuses"), [(lambda: ds.nets.MLP(4, 3), False), (lambda: ds.nets.ResNet(8), True)])
+@pytest.mark.parametrize("method", [ds.MAP, ds.DeepEnsemble])
+def test_only_batch_norm_is_fused(method, make, fuses) -> None:
+    posterior = method(make()) if method is ds.MAP else method([make(), make()])
+    assert can_fuse_layers(posterior.particles.templates) == fuses
+    assert can_fuse_layers(posterior.draw().particles.templates) == fuses
 
 
 def test_a_way_that_is_slower_never_pays_again(monkeypatch) -> None:

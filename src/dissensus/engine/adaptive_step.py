@@ -17,7 +17,7 @@ from dissensus.engine.strategies import (  # fmt: skip
     plain_plan,
 )
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
-from dissensus.kernels.fused_norm import has_fused_layers
+from dissensus.kernels.fused_norm import can_fuse_layers
 
 
 class AdaptiveStep:
@@ -44,7 +44,7 @@ class AdaptiveStep:
         plans, device = posterior.particles.runner.plans, posterior.device
         key = request_key(posterior, batch, precision)
         # Not before the second batch: an optimiser makes its state at its first step, and not in a graph.
-        graph = known_pace(plans, key, loads=has_fused_layers(posterior))
+        graph = known_pace(plans, key, loads=can_fuse_layers(posterior.particles.templates))
         possible = [(graph, 1, self._prepare_graph)] if device.type == "cuda" else []
         if may_compile(posterior) and not is_deterministic():
             possible.append((known_pace(plans, key, compiles=True), 0, self._prepare_compiled))

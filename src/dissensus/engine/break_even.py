@@ -6,7 +6,8 @@ A run begins plainly. The fast way, a CUDA graph or compiled code, is prepared o
 
 If nobody knows how many calls are left, as many are expected as there have been: the run then takes at most about twice the
 time of the better choice. Share and preparation are estimated until a run has measured them; the posterior keeps what was
-measured for its next run on batches of this shape. Times differ from run to run: where runs must be equal to the last bit,
+measured for its next run on batches of this shape. A graph holds layers one by one where loading kernels that fuse them does
+not pay. Times differ from run to run: where runs must be equal to the last bit,
 the number of calls decides.
 """
 

@@ -33,7 +33,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, first_line
 from dissensus.engine.break_even import BreakEven, is_deterministic, known_pace
-from dissensus.kernels.fused_norm import fuse_layers, has_fused_layers
+from dissensus.kernels.fused_norm import can_fuse_layers, fuse_layers
 from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.torch_private import is_transformed, outside_transforms
@@ -483,7 +483,8 @@ class CapturedFunction(CapturedCalls):
 
     @functools.cached_property
     def _loads_kernels(self) -> bool:
-        return self.plain and self.drawn.particles.how != "vectorised" and has_fused_layers(self.drawn)
+        particles = self.drawn.particles
+        return self.plain and particles.how != "vectorised" and can_fuse_layers(particles.templates)
 
     def _drop_if_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept."""

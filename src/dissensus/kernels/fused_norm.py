@@ -7,7 +7,7 @@ with running statistics, batch norm becomes part of the convolution before it (`
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -41,9 +41,9 @@ def fuse_layers() -> Iterator[None]:
         thread.fusing = before
 
 
-def has_fused_layers(network: nn.Module) -> bool:
-    """Whether kernels of fused layers may run for this network, which a process must load first."""
-    return any(isinstance(part, BatchNorm) for part in network.modules())
+def can_fuse_layers(templates: Iterable[nn.Module]) -> bool:
+    """Whether kernels of fused layers may run for these networks, which a process must load first."""
+    return any(isinstance(part, BatchNorm) for template in templates for part in template.modules())
 
 
 class _Thread(threading.local):
