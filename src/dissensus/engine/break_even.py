@@ -187,7 +187,7 @@ class BreakEven:
         return pays((1 - self.pace.estimate()[0]) * self.seconds_left, TIMED, TIMING)
 
     @property
-    def _loading(self) -> float:
+    def _load_seconds(self) -> float:
         """Seconds to load the kernels of fused layers, with which convolutions have shapes that are new to cuDNN, too."""
         if not self.pace.loads or (self.pace.fused and self.pace.is_known):
             return 0.0
@@ -197,7 +197,7 @@ class BreakEven:
     def _fusing_pays(self) -> bool:
         """Whether their kernels pay; earlier runs count, since as many are expected to follow as there have been."""
         calls = self.pace.calls - self.calls + 1
-        return pays(calls * (self.pace.plain or 0.0), SAVED_BY_FUSING, self._loading)
+        return pays(calls * (self.pace.plain or 0.0), SAVED_BY_FUSING, self._load_seconds)
 
     def _pays_now(self) -> bool:
         if self.by_count:
@@ -205,7 +205,7 @@ class BreakEven:
         if self.calls <= self.first:
             return False
         saved, preparation = self.pace.estimate()
-        if pays(self.seconds_left, saved, preparation + self._loading * (self.count is None)):
+        if pays(self.seconds_left, saved, preparation + self._load_seconds * (self.count is None)):
             log.debug(
                 "the fast way pays: %s; calls left: %s", self.pace, "unknown" if self.count is None else self.count
             )

@@ -85,6 +85,4 @@ class MLP(nn.Module):
         self.layers.apply(INITIALISERS[init])
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 1:
-            raise ValueError(f"expected inputs (B, ...), got shape {tuple(x.shape)}; pass x[None] for one example")
         return self.layers(x.flatten(1))
