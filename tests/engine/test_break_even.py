@@ -94,6 +94,15 @@ def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, 
     assert ("fused layers" in break_even._loaded) == (loads and fused[-1])
 
 
+def test_a_busy_device_gains_nothing_from_a_graph_of_layers_one_by_one(monkeypatch) -> None:
+    monkeypatch.setattr(break_even, "_loaded", {"graphs"})
+    monkeypatch.setattr(break_even, "LOADING", 5.0)
+    for count, prepares in ((40, False), (60, True)):  # a tenth of 59 calls, less the capture, pays for the kernels
+        way = BreakEven(Pace(plain=1.0, launched=0.1, loads=True), CPU, count, first=1)
+        assert [way.begin_call(), way.begin_call()] == [False, prepares]
+        assert way.fused or not prepares
+
+
 @pytest.mark.parametrize(("make", "fuses"), [(lambda: ds.nets.MLP(4, 3), False), (lambda: ds.nets.ResNet(8), True)])
 @pytest.mark.parametrize("method", [ds.MAP, ds.DeepEnsemble])
 def test_only_batch_norm_is_fused(method, make, fuses) -> None:

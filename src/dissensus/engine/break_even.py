@@ -6,9 +6,8 @@ A run begins plainly. The fast way, a CUDA graph or compiled code, is prepared o
 
 If nobody knows how many calls are left, as many are expected as there have been: the run then takes at most about twice the
 time of the better choice. Share and preparation are estimated until a run has measured them; the posterior keeps what was
-measured for its next run on batches of this shape. A graph holds layers one by one where loading kernels that fuse them does
-not pay. Times differ from run to run: where runs must be equal to the last bit,
-the number of calls decides.
+measured for its next run on batches of this shape. Where loading the kernels of fused layers does not pay, a graph holds layers
+one by one. Times differ from run to run: where runs must be equal to the last bit, the number of calls decides.
 """
 
 import logging
@@ -70,6 +69,11 @@ class Pace:
         """Whether the fast way is known to be faster."""
         return self.plain is not None and self.fast is not None and self.fast < self.plain
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether launching kernels is what takes the time of a plain call."""
+        return self.launched > LAUNCHING * (self.plain or 0.0)
+
     def estimate(self) -> tuple[float, float]:
         """(share of a plain call that the fast way saves, seconds to prepare it): measured, else estimated."""
         saved = SAVED_BY_FUSING
@@ -77,7 +81,7 @@ class Pace:
             saved = 1 - self.fast / self.plain
         elif self.compiles:
             saved = SAVED_BY_COMPILING
-        elif self.launched > LAUNCHING * (self.plain or 0.0):
+        elif self.is_launching:
             saved = SAVED
         if self.compiles:  # anew in every run
             return saved, COMPILING
@@ -205,7 +209,9 @@ class BreakEven:
         if self.calls <= self.first:
             return False
         saved, preparation = self.pace.estimate()
-        if pays(self.seconds_left, saved, preparation + self._load_seconds * (self.count is None)):
+        if self.count is None or not (self.pace.is_launching or self.pace.is_known):
+            preparation += self._load_seconds  # unfused, a graph saves nothing but launching
+        if pays(self.seconds_left, saved, preparation):
             log.debug(
                 "the fast way pays: %s; calls left: %s", self.pace, "unknown" if self.count is None else self.count
             )
