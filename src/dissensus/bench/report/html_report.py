@@ -108,10 +108,8 @@ def comparison_sentence(results: Results, against: Family | None) -> str:
         return ""
     count, expected = len(against.comparisons), (1 - LEVEL) * len(against.comparisons)
     if results.holm:
-        return (
-            f"p-values are adjusted for the {count} comparisons of the table (Holm); intervals are at "
-            f"{100 * against.level:.4g} %, the level at which they exclude zero exactly if p < 0.05."
-        )
+        at = f"intervals are at {100 * against.level:.4g} %, the level at which they exclude zero exactly if p < 0.05"
+        return f"p-values are adjusted for the {count} comparisons of the table (Holm); {at}."
     return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
 
 

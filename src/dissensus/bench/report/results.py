@@ -108,9 +108,7 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method and seed: its origin, every metric, and warnings if it has some."""
-        every = [
-            (origin | each.metrics, " ".join(each.cautions.values())) for origin, each in self.iterate_evaluations()
-        ]
+        every = [(origin | e.metrics, " ".join(e.cautions.values())) for origin, e in self.iterate_evaluations()]
         return [row | ({"warnings": text} if text else {}) for row, text in every]
 
     def to_dataframe(self) -> Any:

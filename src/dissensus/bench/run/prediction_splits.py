@@ -136,9 +136,8 @@ def evaluation_of_pixels(
     return complete_evaluation(found, corrupted, {}, temperature, storage, milliseconds)
 
 
-CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
+CORRUPT, CHOOSE, GRID, TRAIN, ATTACK = "corrupt", "validation-corrupt", "grid", "train", "attack"
 CALIBRATION = "calibration"  # held-out test rows
-ATTACK = "attack"
 
 
 def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:

@@ -137,15 +137,10 @@ def read_predictions(path: Path) -> Predictions:
             predictive = ClassificationPredictive(tensors["log_probabilities"])
         else:
             predictive = RegressionPredictive(tensors["means"], tensors["variances"])
-        return Predictions(
-            predictive=predictive,
-            targets=tensors["targets"],
-            energy=tensors.get("energy"),
-            examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
-            shapes=tuple(map(tuple, facts["shapes"])),
-            milliseconds=facts["milliseconds"],
-            networks=facts["networks"],
-        )
+        about: dict[str, Any] = {name: facts[name] for name in ("milliseconds", "networks")}
+        about |= {"examples": {name: each for name, each in tensors.items() if name.startswith("examples/")}}
+        about |= {"shapes": tuple(map(tuple, facts["shapes"])), "energy": tensors.get("energy")}
+        return Predictions(predictive=predictive, targets=tensors["targets"], **about)
 
 
 def write_counts(path: Path, counts: CorruptedCounts) -> None:
@@ -244,9 +239,10 @@ def commit() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    return f"{device.type} ({platform.processor() or platform.machine()})"
+    cuda = device.type == "cuda"
+    return (
+        f"{device.type} ({torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()})"
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
