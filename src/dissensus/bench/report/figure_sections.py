@@ -211,12 +211,9 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
 
 def epoch_data(results: Results, prefix: str) -> MethodCurves:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix][1]}
-    return {
-        name: {method: _values_by_epoch(several, prefix, name) for method, several in methods.items()}
-        for name, methods in known.items()
-        if methods
-    }
+    found = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix][1]}
+    known = {name: methods.items() for name, methods in found.items() if methods}
+    return {name: {m: _values_by_epoch(each, prefix, name) for m, each in methods} for name, methods in known.items()}
 
 
 def epoch_section(results: Results, palette: Palette, prefix: str) -> Made | None:

@@ -142,14 +142,9 @@ def render_template(template: str, content: Mapping[str, Any]) -> str:
 
 @cache  # compiling the templates takes longer than filling them in, and a page does that for every table
 def _environment(*, autoescape: bool) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("dissensus.bench.report"),
-        autoescape=autoescape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    loader, blocks = PackageLoader("dissensus.bench.report"), {"trim_blocks": True, "lstrip_blocks": True}
+    how: dict[str, Any] = {"autoescape": autoescape, "keep_trailing_newline": True, **blocks}
+    environment = Environment(loader=loader, undefined=StrictUndefined, **how)
     environment.filters |= {"cell": _markdown, "grid_csv": grid_csv, "slug": report_figures.slug}
     signs = "|".join(map(re.escape, LATEX))  # escaped, so that a text contains no command
     environment.filters["tex"] = lambda text: re.sub(signs, lambda sign: LATEX[sign[0]], " ".join(str(text).split()))

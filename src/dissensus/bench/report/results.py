@@ -243,11 +243,8 @@ def sweep_of(results: Results) -> Sweep | None:
     """The sweep of a task's results; None if it has none, or no criterion."""
     if results.sweep is None:
         return None
-    values = {
-        name: value
-        for name, value in sorted(results.sweep.values.items(), key=lambda item: item[1])
-        if all_have_metric(CRITERION, results.methods[name])
-    }
+    ascending = sorted(results.sweep.values.items(), key=lambda item: item[1])
+    values = {name: value for name, value in ascending if all_have_metric(CRITERION, results.methods[name])}
     if len(values) < 2:
         return None
     # On ties the smallest value of the setting wins.

@@ -65,14 +65,11 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
     for several in results.methods.values():
         found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
     found = {key: measure for key, measure in found.items() if only is None or key in only}
-    draws = {
-        key: {
-            name: comparisons.resample_measure(measure, several, seeds=results.seeds(name))
-            for name, several in results.methods.items()
-            if all_have_metric(key, several)
-        }
-        for key, measure in found.items()
-    }
+    draws: MeasureDraws = {}
+    for key, measure in found.items():
+        known = {name: each for name, each in results.methods.items() if all_have_metric(key, each)}
+        seeds = {name: results.seeds(name) for name in known}
+        draws[key] = {n: comparisons.resample_measure(measure, known[n], seeds=seeds[n]) for n in known}
     return [found[one_of("a metric", key, found)] for key in results.metrics or found], draws
 
 

@@ -398,16 +398,14 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         origins.setdefault(config.method, []).append(origin)
     records = [run.provenance for run in runs]
     seeds = sorted({run.config.seed for run in runs})
+    code = [" ".join(part) for each in records for part in each.get("code", {}).items()]
     facts = {
         "Task": f"{first.task}, size {first.size}",
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         # The common value of all runs, or all values.
         **{label: "; ".join(dict.fromkeys(str(each.get(label.lower(), "")) for each in records)) for label in FACTS},
-        # A name that appears twice was changed between runs.
-        "Own code and rows": ", ".join(
-            dict.fromkeys(" ".join(part) for each in records for part in each.get("code", {}).items())
-        ),
+        "Own code and rows": ", ".join(dict.fromkeys(code)),  # a name that appears twice was changed between runs
         "Started": str(records[0].get("started", "")),
     }
     baseline = first.baseline if first.baseline in methods else None

@@ -179,13 +179,9 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     if given.get("attack", "none") in ("none", [], ""):
         return None
     check_attackable(config.kind)
-    return AttackCurves(
-        given.get("epsilons", []),
-        name_list(given["attack"]),
-        norm=str(given.get("attack_norm", "inf")),  # type: ignore[arg-type]
-        steps=given.get("attack_steps", 10),
-        fool_steps=given.get("fool_steps", 0),
-    )
+    how: dict[str, Any] = {"steps": given.get("attack_steps", 10), "fool_steps": given.get("fool_steps", 0)}
+    how["norm"] = str(given.get("attack_norm", "inf"))
+    return AttackCurves(given.get("epsilons", []), name_list(given["attack"]), **how)
 
 
 def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str], object]) -> Callable[[Path], None]:

@@ -203,18 +203,11 @@ ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a 
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Facts about this program and this machine, for the run's config."""
-    return {
-        "dissensus": __version__,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-        "command": command(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    program = {"dissensus": __version__, "commit": commit(), "python": platform.python_version()}
+    program |= {"torch": torch.__version__, "numpy": numpy.__version__}
+    machine = {"device": device_name(device), "threads": torch.get_num_threads(), "platform": platform.platform()}
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return {**program, **machine, "command": command(), "started": started}
 
 
 def command() -> str:
