@@ -180,10 +180,9 @@ def regression_members(predictions: Predictions) -> dict[str, float]:
     predictive, y = predictions.predictive, predictions.targets
     means, variances = predictive.defining_tensors()
     alone = [-metrics.gaussian_nll_values(m, v, y) for m, v in zip(means, variances, strict=True)]
-    rmse, effective = [metrics.rmse(m, y) for m in means], metrics.effective_members_regression(means, y)
-    return _member_nll(torch.stack(alone)) | _of_members(
-        {"rmse": torch.stack(rmse).mean(), "effective_members": effective}
-    )
+    together = {"rmse": torch.stack([metrics.rmse(m, y) for m in means]).mean()}
+    together["effective_members"] = metrics.effective_members_regression(means, y)
+    return _member_nll(torch.stack(alone)) | _of_members(together)
 
 
 def _member_nll(log_likelihood: Tensor) -> dict[str, float]:

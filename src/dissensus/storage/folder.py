@@ -173,9 +173,8 @@ def rebuild(
     # building layers draws random numbers that are overwritten
     with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        posterior = blueprints.build_posterior(
-            kind, config, shapes, *blueprints.build_parts(config, shapes, network, likelihood)
-        )
+        parts = blueprints.build_parts(config, shapes, network, likelihood)
+        posterior = blueprints.build_posterior(kind, config, shapes, *parts)
         restore_modes(posterior, config["kept"])
         restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)

@@ -230,9 +230,8 @@ def confusion_section(first: dict[str, Evaluation], shown: Sequence[str]) -> Mad
     for name, (kind, arrays, notes) in {n: (first[n].kind, first[n].arrays, first[n].notes) for n in shown}.items():
         if kind == "classification" and {"test/target", "test/prediction"} <= arrays.keys():
             pairs = torch.stack([arrays["test/target"].long(), arrays["test/prediction"].long()])
-            classes = (
-                notes["classes"].split("\n") if notes.get("classes") else list(map(str, range(int(pairs.max()) + 1)))
-            )
+            named = notes.get("classes")
+            classes = named.split("\n") if named else list(map(str, range(int(pairs.max()) + 1)))
             counts = torch.bincount(pairs[0] * len(classes) + pairs[1], minlength=len(classes) ** 2)
             figure = charts.confusion_figure(counts.reshape(len(classes), -1), classes, title=name)
             figures.append((f"Confusion matrix of {name}", figure))

@@ -232,10 +232,9 @@ def commit() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    cuda = device.type == "cuda"
-    return (
-        f"{device.type} ({torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()})"
-    )
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"{device.type} ({platform.processor() or platform.machine()})"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
