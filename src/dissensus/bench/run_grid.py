@@ -50,13 +50,14 @@ def axes_of(task: Task) -> list[Axis]:
 
 def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
     """All cells, the last axis varying fastest; settings of methods that do not run are left out."""
-    axes, found = axes_of(task), []
+    axes, found, running = axes_of(task), [], {*methods, *map(base_name, methods)}
     plain = {key: value for key, value in task.settings.items() if key != "grid"}
     for places in product(*(range(len(axis.values)) for axis in axes)):
         settings, here = plain, list(zip(axes, places, strict=True))
         for axis, i in here:
             for key, values in axis.settings.items():
-                if _is_read(key, methods):
+                path = setting_path(key, running)
+                if path[0] != "method" or len(path) < 3 or path[1] in running:  # method.NAME.key is for NAME only
                     change = f"{key}={json.dumps(values[i])}"
                     settings = apply_override(settings, change, methods=methods, beside=str(task.folder or ""))
         at = {axis.name: axis.values[i] for axis, i in here}
@@ -91,12 +92,6 @@ def _check_set_once(key: str, settings: Mapping[str, Any], where: str) -> None:
             table = table.get(part) if isinstance(table, Mapping) else None
         if table is not None:
             raise ValueError(f"expected {key} in {where} only, got it elsewhere in the task too; remove one")
-
-
-def _is_read(key: str, methods: Sequence[str]) -> bool:
-    """Whether one of the methods reads a setting: method.NAME.key is for NAME only."""
-    path = setting_path(key, [*methods, *map(base_name, methods)])
-    return path[0] != "method" or len(path) < 3 or path[1] in {*methods, *map(base_name, methods)}
 
 
 SHOWN = ("accuracy", "nll", "ece", "noise/memorised", "noise/recovered", "rmse", "coverage90")
@@ -202,7 +197,6 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
         if measure.best is not None and name != baseline and baseline in draws
     }
     every = comparison_family(found, holm=measured[0].results.holm)
-
     both: tuple[dict[tuple[str, ...], Any], ...] = every.comparisons, every.p_values
     names = [each.cell.name for each in measured]
     parts = [[{key[1:]: value for key, value in table.items() if key[0] == name} for table in both] for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -51,9 +52,8 @@ class NumberColumn:
         """(N, features) of numbers (N,) in float64; missing ones are NaN."""
         missing = values.isnan()
         scaled = (values - self.mean) / self.std if self.std else torch.zeros_like(values)
-        return torch.stack(
-            [torch.where(missing, 0.0, scaled), *([missing.to(values.dtype)] if self.missing else [])], 1
-        )
+        marks = [missing.to(values.dtype)] if self.missing else []
+        return torch.stack([torch.where(missing, 0.0, scaled), *marks], 1)
 
     def encode(self, column: Any) -> tuple[Tensor, str]:
         """(N, features), and a remark on what training rows did not have."""
@@ -75,9 +75,7 @@ class CategoryColumn:
     def of(name: Name, column: Any, most: int) -> CategoryColumn:
         values = _levels(column)
         known = [value for value in values if value is not None]
-        counts: dict[Level, int] = {}
-        for value in known:
-            counts[value] = counts.get(value, 0) + 1
+        counts = Counter(known)
         if len(counts) > max(20, len(known) / 2) and sum(len(str(value).split()) for value in known) >= 4 * len(known):
             got = f"free text such as {str(known[0])[:30]!r}; leave it out, or encode it as numbers"
             raise ValueError(f"expected numbers or categories in column {name!r}, got {got}")

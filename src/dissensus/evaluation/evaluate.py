@@ -96,9 +96,7 @@ def evaluate(
     ):
         kind, once, first = _kind_of_predictions(functions, data)
         test = bar.track_batches(once, "test", data.length)
-        ood, shift = (
-            {n: bar.track_batches(each, n, each.length) for n, each in sets.items()} for sets in (foreign, moved)
-        )
+        ood, shift = ({n: bar.track_batches(e, n, e.length) for n, e in sets.items()} for sets in (foreign, moved))
         corruptible, attackable = (bar.track_batches(data, n, data.length) for n in ("corruptions", "attacks"))
         score = checked_score(score, kind, functions.members)
         if attack is not None:

@@ -77,12 +77,9 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     else:
         kind = type(predictive).__name__
         raise TypeError(f"expected members with probabilities or means, got {kind}; use one of dissensus's likelihoods")
-    return MemberDistances(
-        weight=float(mean_distance(own)) if own else 0.0,
-        function=float(mean_distance(outputs)) / outputs[0].numel() ** 0.5,
-        gradient=float(mean_angle(gradients)),
-        effective=float(effective),
-    )
+    weight = float(mean_distance(own)) if own else 0.0
+    function = float(mean_distance(outputs)) / outputs[0].numel() ** 0.5
+    return MemberDistances(weight, function, float(mean_angle(gradients)), float(effective))
 
 
 def mean_distance(points: Any) -> Tensor:

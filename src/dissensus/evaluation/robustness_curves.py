@@ -365,14 +365,10 @@ def fooling_inputs(functions: FixedDraw, spec: AttackCurves, like: Tensor) -> di
     target = torch.arange(classes)
     found = attacks.fool(functions.posterior, start.to(like), target, steps=spec.fool_steps, **where).inputs
     reached, nll, _, total, epistemic = example_values(functions, found, target)
-    return {
-        "inputs": (found if spec.standardiser is None else spec.standardiser.inverse(found)).cpu(),
-        "target": target,
-        "reached": reached.clone(),
-        "confidence": (-nll).exp(),  # in the target
-        "total": total.clone(),
-        "epistemic": epistemic.clone(),
-    }
+    inputs = (found if spec.standardiser is None else spec.standardiser.inverse(found)).cpu()
+    uncertainty = {"total": total.clone(), "epistemic": epistemic.clone()}
+    confidence = (-nll).exp()  # in the target
+    return {"inputs": inputs, "target": target, "reached": reached.clone(), "confidence": confidence, **uncertainty}
 
 
 FUNCTIONS, STEPS = 5, 60  # functions to search changes for, and steps of the search
@@ -390,7 +386,5 @@ def implicit_changes(
     moved = (after - before).flatten(2).square().mean(2).sqrt()  # (S, B)
     examples = {"distance": moved.mean(0), "explained": found.explained.mean(0).cpu()}  # (B,)
     drawn = {"original": before[:PICTURES], "inputs": after[:, :PICTURES].movedim(0, 1)}  # (n, ...), (n, S, ...)
-    return (
-        {f"implicit/{key}": float(value.mean()) for key, value in examples.items()},
-        {f"implicit/{key}": value.contiguous() for key, value in (examples | drawn).items()},
-    )
+    arrays = {f"implicit/{key}": value.contiguous() for key, value in (examples | drawn).items()}
+    return {f"implicit/{key}": float(value.mean()) for key, value in examples.items()}, arrays

@@ -1,5 +1,6 @@
 """Metrics of predictions with one answer per input: classifications and regressions."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -93,13 +94,9 @@ def class_members(predictions: Predictions) -> dict[str, float]:
     if y is not labels:  # of soft labels, Σ_c y_c log p̄_c is the mixture's
         found["members/diversity"] = found["members/nll"] + float(predictive.log_prob(y).mean())
     accuracy = torch.stack([metrics.accuracy(member.exp(), labels) for member in members])
-    return {
-        **found,
-        "members/accuracy": float(accuracy.mean()),
-        "members/accuracy_best": float(accuracy.max()),
-        "members/disagreement": float(metrics.disagreement(members)),
-        "members/effective_members": float(metrics.effective_members(members, labels)),
-    }
+    together = {"disagreement": metrics.disagreement(members)}
+    together["effective_members"] = metrics.effective_members(members, labels)
+    return found | _of_members({"accuracy": accuracy.mean(), "accuracy_best": accuracy.max(), **together})
 
 
 def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = None) -> dict[str, float]:
@@ -183,22 +180,20 @@ def regression_members(predictions: Predictions) -> dict[str, float]:
     predictive, y = predictions.predictive, predictions.targets
     means, variances = predictive.defining_tensors()
     alone = [-metrics.gaussian_nll_values(m, v, y) for m, v in zip(means, variances, strict=True)]
-    return {
-        **_member_nll(torch.stack(alone)),
-        "members/rmse": float(torch.stack([metrics.rmse(m, y) for m in means]).mean()),
-        "members/effective_members": float(metrics.effective_members_regression(means, y)),
-    }
+    together = {"rmse": torch.stack([metrics.rmse(m, y) for m in means]).mean()}
+    together["effective_members"] = metrics.effective_members_regression(means, y)
+    return _member_nll(torch.stack(alone)) | _of_members(together)
 
 
 def _member_nll(log_likelihood: Tensor) -> dict[str, float]:
     """Count, mean and best NLL and diversity of members, from log pₘ(yₙ) (M, N)."""
-    gain = metrics.ensemble_gain_of(log_likelihood)
-    return {
-        "members/count": float(len(log_likelihood)),
-        "members/nll": float(gain.member_nll),
-        "members/nll_best": float(-log_likelihood.mean(1).max()),
-        "members/diversity": float(gain.diversity),
-    }
+    gain, best = metrics.ensemble_gain_of(log_likelihood), -log_likelihood.mean(1).max()
+    found = {"count": len(log_likelihood), "nll": gain.member_nll, "nll_best": best}
+    return _of_members({**found, "diversity": gain.diversity})
+
+
+def _of_members(found: Mapping[str, Any]) -> dict[str, float]:
+    return {f"members/{name}": float(value) for name, value in found.items()}
 
 
 def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:

@@ -111,14 +111,11 @@ class PixelSums:
         names = range(len(iou)) if classes is None or found is None else classes
         if len(names) != len(iou):
             raise ValueError(f"expected {len(iou)} class names, got {len(names)}; pass one name per output")
+        sums = {"accuracy": float(self.bins.correct.sum()), "nll": self.nll, "brier": self.brier}
         return {
-            "accuracy": float(self.bins.correct.sum()) / self.pixels,
-            "nll": self.nll / self.pixels,
-            "brier": self.brier / self.pixels,
+            **{name: value / self.pixels for name, value in sums.items()},
             "ece": float(self.bins.ece()),
-            "adaptive_ece": float(self.risk.adaptive_ece()),
-            "smooth_ece": float(self.risk.smooth_ece()),
-            "aurc": float(self.risk.aurc()),
+            **{name: float(getattr(self.risk, name)()) for name in ("adaptive_ece", "smooth_ece", "aurc")},
             **({} if found is None else {"miou": float(found.miou())}),
             # A class that is neither present nor predicted has no IoU.
             **{f"iou/{name}": value for name, value in zip(names, iou, strict=True) if value == value},

@@ -208,10 +208,8 @@ class MeanFieldVI(SamplingPosterior):
 
     def _per_network(self, function: Any) -> Tensor:
         means, stds = self.trained.rows(), self._deviations()
-        pairs = [
-            [{n: rows[n][m] for n in self.spread} for rows in (means, stds)] for m in range(self.particles.members)
-        ]
-        each = [function(*pair) for pair in pairs]
+        members = range(self.particles.members)
+        each = [function(*({n: rows[n][m] for n in self.spread} for rows in (means, stds))) for m in members]
         return torch.stack(each) if self.built_with.own else each[0]
 
     def _deviations(self) -> Tensors:

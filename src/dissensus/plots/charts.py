@@ -143,11 +143,8 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
         if logarithmic:
             axes.set_xscale("log")
             _set_log_ticks(axes.xaxis)
-        axes.set(
-            xlabel=f"{SCORE_LABELS.get(score, score)}: more foreign →",
-            ylabel="share of inputs",
-            title=short_name(title, 44),
-        )
+        xlabel = f"{SCORE_LABELS.get(score, score)}: more foreign →"
+        axes.set(xlabel=xlabel, ylabel="share of inputs", title=short_name(title, 44))
         axes.yaxis.set_major_formatter(PERCENT)
         axes.margins(x=0.01)
         axes.legend(loc="upper left")
@@ -192,9 +189,8 @@ def _label_ends(axes: Any, ends: Mapping[str, float], palette: Palette) -> None:
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
         height, line = max((end - bottom) / (top - bottom), height + 0.07), {"arrowstyle": "-", "relpos": (0, 0.5)}
         place: dict[str, Any] = {"xytext": (1.04, height), "textcoords": "axes fraction", "va": "center"}
-        axes.annotate(
-            short_name(name, 18), (1, end), **place, color=palette[name], arrowprops=line | {"color": palette[name]}
-        )
+        look = {"color": palette[name]}
+        axes.annotate(short_name(name, 18), (1, end), **place, **look, arrowprops=line | look)
 
 
 def confusion_figure(counts: Array, classes: Sequence[str], *, title: str) -> Figure:
@@ -397,9 +393,8 @@ def plane_maps(squares: Mapping[str, Array], *, window: Window, largest: float, 
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure, panels = _grid(len(squares), aspect=0.85, xlabel="first input", ylabel="second input")
         for axes, (name, square) in zip(panels, squares.items(), strict=True):
-            image = axes.imshow(
-                np.asarray(square), origin="lower", extent=window, vmin=0, vmax=largest, cmap="viridis", aspect="auto"
-            )
+            look: dict[str, Any] = {"origin": "lower", "cmap": "viridis", "aspect": "auto"}
+            image = axes.imshow(np.asarray(square), extent=window, vmin=0, vmax=largest, **look)
             axes.scatter(*points.T, s=3, c=classes, cmap="Set1", linewidths=0)
             axes.set(title=short_name(name), xlim=window[:2], ylim=window[2:])
         figure.colorbar(image, ax=panels, shrink=0.6, label="total uncertainty (nats)")

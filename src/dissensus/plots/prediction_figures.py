@@ -93,17 +93,12 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
     if kind == "ood":
         title = "AUROC: " + ", ".join(f"{name} {100 * metrics[f'ood/{name}/auroc']:.2f} %" for name in foreign)
         return charts.ood_histogram(arrays[f"test{score}"], foreign, score=evaluation.score, title=title, colour=colour)
-    panels = [
-        charts.corruption_panel(
-            evaluation.severities,
-            {label: (float(arrays[f"corrupt/clean/{key}"]), arrays[f"corrupt/by_severity/{key}"])},
-            label=label,
-            percent=percent,
-            palette={label: colour},
-        )
-        for key, (label, percent) in OVER_SEVERITIES.items()
-        if f"corrupt/by_severity/{key}" in arrays
-    ]
+    panels = []
+    for key, (label, percent) in OVER_SEVERITIES.items():
+        if f"corrupt/by_severity/{key}" in arrays:
+            values = {label: (float(arrays[f"corrupt/clean/{key}"]), arrays[f"corrupt/by_severity/{key}"])}
+            about = {"label": label, "percent": percent, "palette": {label: colour}}
+            panels.append(charts.corruption_panel(evaluation.severities, values, **about))
     bare = [panel._replace(curves=[curve._replace(label="_") for curve in panel.curves]) for panel in panels]
     return charts.curve_figure(bare, size=(3.9 * len(bare), 3.0))
 

@@ -261,10 +261,9 @@ def describe_run(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedu
 
 def training_settings(posterior: Posterior) -> dict[str, Any]:
     """The method and its training settings, as JSON values; a checkpoint can be resumed only if they are equal."""
-    settings = {
-        key: value for key, value in complete_config(posterior).items() if key not in posterior.draw_only_settings
-    }
-    described = {"method": posterior.name, "class": type(posterior).__name__, **settings}
+    left, every = posterior.draw_only_settings, complete_config(posterior).items()
+    described: dict[str, Any] = {"method": posterior.name, "class": type(posterior).__name__}
+    described |= {key: value for key, value in every if key not in left}
     watchers = [training_settings(watcher) for watcher in posterior.watchers]
     return {**described, "watchers": watchers} if watchers else described
 

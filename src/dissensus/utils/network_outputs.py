@@ -30,7 +30,6 @@ def named_output(outputs: Any) -> Any:
 def auxiliary_output(outputs: Any) -> Tensor:
     """The output of an auxiliary head: "aux" of a dict."""
     if not (isinstance(outputs, Mapping) and isinstance(found := outputs.get("aux"), Tensor)):
-        raise TypeError(
-            'expected "out" and "aux" of a network with auxiliary_weight, got others; return a dict of both'
-        )
+        got = "others; return a dict of both"
+        raise TypeError(f'expected "out" and "aux" of a network with auxiliary_weight, got {got}')
     return found

@@ -51,12 +51,8 @@ class Progress:
             from rich.console import Console  # imported here: only a terminal needs it
             from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
-            columns = (
-                TextColumn("{task.description}", markup=False),  # a name may contain rich's markup
-                BarColumn(),
-                TextColumn("{task.fields[text]}", markup=False),
-                TimeRemainingColumn(),
-            )
+            name = TextColumn("{task.description}", markup=False)  # a name may contain rich's markup
+            columns = (name, BarColumn(), TextColumn("{task.fields[text]}", markup=False), TimeRemainingColumn())
             self.bar = Bar(*columns, console=Console(stderr=True), transient=False)
 
     def __enter__(self) -> Self:

@@ -139,12 +139,8 @@ class SubmoduleCache(Cache):
     def _list_children(self, modules: Sequence[nn.Module | None]) -> list[Any]:
         """The modules, names of all children, and these."""
         each = [*filter(None, self.children)]
-        return [
-            *modules,
-            *map(len, self.children),
-            *chain.from_iterable(each),
-            *chain.from_iterable(map(dict.values, each)),
-        ]
+        parts = chain.from_iterable(map(dict.values, each))
+        return [*modules, *map(len, self.children), *chain.from_iterable(each), *parts]
 
 
 class NamedSubmodules(Cache):

@@ -46,12 +46,9 @@ def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Palette)
                 mean, lower, upper = np.array(list(points.values())).T
                 look = {"color": palette[name], **marker_style(i)}
                 drawn.append(Curve(list(points), mean, short_name(name), look, band=(lower, upper)))
-            axes: dict[str, Any] = {
-                "xlabel": label,
-                "ylabel": "" if column else title,
-                "title": f"{measure.label}{', nats' * (measure.unit == 'nats')}",
-                "xscale": "log" if log else "linear",
-            }
+            about = f"{measure.label}{', nats' * (measure.unit == 'nats')}"
+            axes: dict[str, Any] = {"xlabel": label, "ylabel": "" if column else title, "title": about}
+            axes["xscale"] = "log" if log else "linear"
             if not drawn and len(ticks) > 1:
                 axes["xlim"] = (ticks[0], ticks[-1])
             if drawn:  # a cell may lack a measure: without wrong labels none is memorised
@@ -78,10 +75,8 @@ def epoch_figure(rows: Mapping[str, MethodCurves], prefix: str, *, palette: Pale
             if prefix == "training" and all((values > 0).all() for _, values in methods.values()):
                 axes["yscale"] = "log"
             drawn = [
-                Curve(
-                    epochs, values.mean(0), short_name(each), {"color": palette[each]}, (values.min(0), values.max(0))
-                )
-                for each, (epochs, values) in methods.items()
+                Curve(epochs, y.mean(0), short_name(each), {"color": palette[each]}, (y.min(0), y.max(0)))
+                for each, (epochs, y) in methods.items()
             ]
             share = prefix == "curves"
             panels.append(Panel(drawn, axes | ({"ylim": (0, 1)} if share else {}), percent="y" * share))
@@ -117,12 +112,9 @@ def sweep_figure(
         curves = [
             Curve(x, [mean[name] for name in values], short_name(label), look),
             Curve([values[chosen]], [mean[chosen]], f"chosen, {key} = {values[chosen]:g}", circle),
-            *(
-                Curve([x[0], x[-1]], [mean[name]] * 2, short_name(name), {"color": palette[name], "linestyle": "--"})
-                for name in methods
-                if name not in values
-            ),
         ]
+        others = {name: {"color": palette[name], "linestyle": "--"} for name in methods if name not in values}
+        curves += [Curve([x[0], x[-1]], [mean[name]] * 2, short_name(name), each) for name, each in others.items()]
         panels.append(Panel(curves, {"xlabel": key, "title": title, "ymargin": 0.2}, percent="y"))
     figure = curve_figure(panels, size=(3.5 * len(panels), 2.7))
     figure.axes[0].set_ylabel("accuracy")
@@ -175,6 +167,10 @@ def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
     return "Where in the image is it certain?", figures
 
 
+def mean_array(several: Sequence[Evaluation], name: str) -> Any:
+    return np.mean([each.arrays[name].numpy() for each in several], axis=0)
+
+
 def attack_section(results: Results, palette: Palette) -> Made | None:
     """The effect of every attack on every method as ε grows, mean over seeds: one panel per metric of UNDER_ATTACK."""
     figures, looks = [], {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(results.methods)}
@@ -182,10 +178,7 @@ def attack_section(results: Results, palette: Palette) -> Made | None:
         if known := results.methods_with(f"attack/{attack}/accuracy"):
             epsilons, panels = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy(), []
             for metric, label in UNDER_ATTACK.items():
-                means = {
-                    name: np.mean([each.arrays[f"attack/{attack}/{metric}"].numpy() for each in several], axis=0)
-                    for name, several in known.items()
-                }
+                means = {name: mean_array(several, f"attack/{attack}/{metric}") for name, several in known.items()}
                 curves = [Curve(epsilons, mean, short_name(name), looks[name]) for name, mean in means.items()]
                 percent = "y" * (metric in ("accuracy", "ece"))
                 panels.append(Panel(curves, {"xlabel": "ε", "title": label}, percent=percent))
@@ -210,21 +203,17 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
     figures = []
     for name, (before, after, numbers) in known.items():
         moved, explained = (100 * numbers[f"implicit/{key}"] for key in ("distance", "explained"))
-        figure = charts.implicit_figure(
-            before, after, largest=largest, title=f"{name}: {moved:.1f} %, {explained:.0f} % explained"
-        )
+        title = f"{name}: {moved:.1f} %, {explained:.0f} % explained"
+        figure = charts.implicit_figure(before, after, largest=largest, title=title)
         figures.append((f"Implicit corruptions of {name}", figure))
     return ("The noise as a change of the image", figures) if figures else None
 
 
 def epoch_data(results: Results, prefix: str) -> MethodCurves:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix][1]}
-    return {
-        name: {method: _values_by_epoch(several, prefix, name) for method, several in methods.items()}
-        for name, methods in known.items()
-        if methods
-    }
+    found = {name: results.methods_with(f"{prefix}/over/{name}") for name in OVER_EPOCHS[prefix][1]}
+    known = {name: methods.items() for name, methods in found.items() if methods}
+    return {name: {m: _values_by_epoch(each, prefix, name) for m, each in methods} for name, methods in known.items()}
 
 
 def epoch_section(results: Results, palette: Palette, prefix: str) -> Made | None:
@@ -241,9 +230,8 @@ def confusion_section(first: dict[str, Evaluation], shown: Sequence[str]) -> Mad
     for name, (kind, arrays, notes) in {n: (first[n].kind, first[n].arrays, first[n].notes) for n in shown}.items():
         if kind == "classification" and {"test/target", "test/prediction"} <= arrays.keys():
             pairs = torch.stack([arrays["test/target"].long(), arrays["test/prediction"].long()])
-            classes = (
-                notes["classes"].split("\n") if notes.get("classes") else list(map(str, range(int(pairs.max()) + 1)))
-            )
+            named = notes.get("classes")
+            classes = named.split("\n") if named else list(map(str, range(int(pairs.max()) + 1)))
             counts = torch.bincount(pairs[0] * len(classes) + pairs[1], minlength=len(classes) ** 2)
             figure = charts.confusion_figure(counts.reshape(len(classes), -1), classes, title=name)
             figures.append((f"Confusion matrix of {name}", figure))

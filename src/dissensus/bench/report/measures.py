@@ -234,6 +234,7 @@ def _class_measures(evaluation: Evaluation) -> list[Measure]:
     mean = _mean_of_pixels if counts else weighted_mean
     overlap = ("test/intersection", "test/union")
     overlaps: tuple[ArrayNames, ...] = (overlap,) if overlap[0] in evaluation.arrays else ()
+    named = [key.removeprefix("iou/") for key in evaluation.metrics if key.startswith("iou/")]
     return [
         Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct", *counts),), mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll", *counts),), mean),
@@ -243,11 +244,7 @@ def _class_measures(evaluation: Evaluation) -> list[Measure]:
         ),
         Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
         Measure("miou", "mIoU", test, "high", 100, 2, "%", overlaps, _miou),
-        *(
-            Measure(key, key.removeprefix("iou/"), "IoU by class", "high", 100, 1, "%")
-            for key in evaluation.metrics
-            if key.startswith("iou/")
-        ),
+        *(Measure(f"iou/{name}", name, "IoU by class", "high", 100, 1, "%") for name in named),
     ]
 
 
@@ -265,12 +262,8 @@ def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Ten
 def _calibrated_measures(evaluation: Evaluation, own: Sequence[Measure]) -> list[Measure]:
     """Measures after calibration on held-out test rows, by temperature or another method."""
     group = "at its best temperature" if "calibrated/temperature" in evaluation.metrics else "calibrated"
-    samples: dict[str, ArrayNames] = {
-        "accuracy": ("calibrated/correct",),
-        "nll": ("calibrated/nll",),
-        "ece": ("calibrated/confidence", "calibrated/correct"),
-        "rmse": ("calibrated/squared_error",),
-    }
+    needed = {"accuracy": ["correct"], "nll": ["nll"], "ece": ["confidence", "correct"], "rmse": ["squared_error"]}
+    samples = {key: tuple(f"calibrated/{name}" for name in names) for key, names in needed.items()}
     known = {f"calibrated/{each.key}": each for each in own if each.key in samples}
     found = [replace(each, key=key, group=group, samples=(samples[each.key],)) for key, each in known.items()]
     return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
@@ -337,8 +330,4 @@ def _aurc(weights: Sequence[Tensor], score: Tensor, correct: Tensor) -> Tensor:
 
 def _ranking_statistic(metric: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of weights and scores that gives (R,) values of a metric of (score_in, score_ood)."""
-
-    def statistic(weights: Sequence[Tensor], score_in: Tensor, score_ood: Tensor) -> Tensor:
-        return metric(score_in, score_ood, weights=(weights[0], weights[1]))
-
-    return statistic
+    return lambda weights, score_in, score_ood: metric(score_in, score_ood, weights=(weights[0], weights[1]))

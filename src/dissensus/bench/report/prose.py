@@ -150,9 +150,8 @@ def _corrupted_sentence(results: Results, each: dict[str, ResampledMeasure]) -> 
         # Of each type and severity alone, as of clean rows: by chance bins of fewer rows have a larger calibration error.
         means = (fmean(float(e.arrays[f"corrupt/{each}{key}"].nanmean()) for e in several) for each in ("clean/", ""))
         ends = [f"{measure.text(value)}\N{NO-BREAK SPACE}%" for value in means]
-        changes.append(
-            f"{words} {f'stays at {ends[0]}' if ends[0] == ends[1] else f'changes from {ends[0]} to {ends[1]}'}"
-        )
+        course = f"stays at {ends[0]}" if ends[0] == ends[1] else f"changes from {ends[0]} to {ends[1]}"
+        changes.append(f"{words} {course}")
     are = f"{best}{', the best there' if len(each) > 1 else ''}"
     return f"{count:,} of the test inputs were corrupted ({are}): {' and '.join(changes)}."
 

@@ -33,14 +33,9 @@ class PublishedNumber(NamedTuple):
 
 def published_numbers(reference: Mapping[str, Any]) -> dict[str, dict[str, PublishedNumber]]:
     """Method -> metric's key -> published number, from a task's [reference]."""
-    return {
-        method: {
-            key: PublishedNumber(*value) if isinstance(value, list) else PublishedNumber(value)
-            for key, value in row.items()
-        }
-        for method, row in reference.items()
-        if method != "source"
-    }
+    rows = {method: row.items() for method, row in reference.items() if method != "source"}
+    listed = {method: {key: v if isinstance(v, list) else [v] for key, v in row} for method, row in rows.items()}
+    return {method: {key: PublishedNumber(*v) for key, v in row.items()} for method, row in listed.items()}
 
 
 def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:

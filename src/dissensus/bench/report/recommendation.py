@@ -74,9 +74,8 @@ def _price(draws: MeasureDraws, name: str, baseline: str) -> str:
     units, said = _known_costs(draws, baseline), []
     for key, value in _known_costs(draws, name).items():
         times = f" ({_times(value, units[key])} {baseline}'s)" if name != baseline and key in units else ""
-        said.append(
-            f"{draws[key][name].measure.label} {number_text(value, value)} {draws[key][name].measure.unit}{times}"
-        )
+        measure = draws[key][name].measure
+        said.append(f"{measure.label} {number_text(value, value)} {measure.unit}{times}")
     return f"{'; '.join(said) or 'not measured'}."
 
 

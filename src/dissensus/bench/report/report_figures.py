@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.bench.report import figure_sections
-from dissensus.bench.report.figure_sections import OVER_EPOCHS, Made
+from dissensus.bench.report.figure_sections import OVER_EPOCHS, Made, mean_array
 from dissensus.bench.report.recommendation import recommend
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
 from dissensus.bench.report.tables import MeasureDraws, Table, measures_and_draws, score_pair
@@ -162,11 +162,8 @@ def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
     labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
     palette, drawn = charts.colours(list(results.methods)), list[tuple[str, Figure]]()
     for key, cost in asked:
-        spent = {
-            name: each.estimate
-            for name, each in draws.get(cost, {}).items()
-            if each.estimate > 0 and name in draws[key]
-        }
+        costs = {name: each.estimate for name, each in draws.get(cost, {}).items() if name in draws[key]}
+        spent = {name: estimate for name, estimate in costs.items() if estimate > 0}
         ends = {name: draws[key][name].interval() for name in spent}
         points = {name: (x, draws[key][name].estimate, (each := ends[name]) and each[1:]) for name, x in spent.items()}
         if points:
@@ -221,11 +218,8 @@ def _foreign_section(first: dict[str, Evaluation], palette: Palette) -> Made | N
 
 
 def _selective_section(first: dict[str, Evaluation], palette: Palette, featured: Sequence[str]) -> Made | None:
-    curves = {
-        name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
-        for name, e in first.items()
-        if "risk_coverage/risk" in e.arrays
-    }
+    known = {name: e.arrays for name, e in first.items() if "risk_coverage/risk" in e.arrays}
+    curves = {name: (each["risk_coverage/coverage"], each["risk_coverage/risk"]) for name, each in known.items()}
     classes = next(iter(first.values())).kind != "regression"
     risk = "errors among answered" if classes else "mean squared error"
     figures = []
@@ -242,10 +236,8 @@ def _corrupted_section(results: Results, palette: Palette) -> Made | None:
     figures = []
     for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
         clean, corrupted = f"corrupt/clean/{key}", f"corrupt/by_severity/{key}"
-        values = {
-            name: (float(_mean_array(several, clean)), _mean_array(several, corrupted))
-            for name, several in results.methods_with(corrupted).items()
-        }
+        known = results.methods_with(corrupted).items()
+        values = {name: (float(mean_array(several, clean)), mean_array(several, corrupted)) for name, several in known}
         if values:
             panel = charts.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
             figures.append((f"{label} by severity of corruption", charts.curve_figure([panel])))
@@ -329,7 +321,3 @@ def image_data_uri(image: Tensor) -> str:
     buffer = io.BytesIO()
     imsave(buffer, displayable_image(image), format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _mean_array(several: Sequence[Evaluation], name: str) -> Any:
-    return np.mean([e.arrays[name].numpy() for e in several], axis=0)

@@ -108,9 +108,7 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method and seed: its origin, every metric, and warnings if it has some."""
-        every = [
-            (origin | each.metrics, " ".join(each.cautions.values())) for origin, each in self.iterate_evaluations()
-        ]
+        every = [(origin | e.metrics, " ".join(e.cautions.values())) for origin, e in self.iterate_evaluations()]
         return [row | ({"warnings": text} if text else {}) for row, text in every]
 
     def to_dataframe(self) -> Any:
@@ -245,11 +243,8 @@ def sweep_of(results: Results) -> Sweep | None:
     """The sweep of a task's results; None if it has none, or no criterion."""
     if results.sweep is None:
         return None
-    values = {
-        name: value
-        for name, value in sorted(results.sweep.values.items(), key=lambda item: item[1])
-        if all_have_metric(CRITERION, results.methods[name])
-    }
+    ascending = sorted(results.sweep.values.items(), key=lambda item: item[1])
+    values = {name: value for name, value in ascending if all_have_metric(CRITERION, results.methods[name])}
     if len(values) < 2:
         return None
     # On ties the smallest value of the setting wins.

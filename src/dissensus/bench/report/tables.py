@@ -65,14 +65,11 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
     for several in results.methods.values():
         found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
     found = {key: measure for key, measure in found.items() if only is None or key in only}
-    draws = {
-        key: {
-            name: comparisons.resample_measure(measure, several, seeds=results.seeds(name))
-            for name, several in results.methods.items()
-            if all_have_metric(key, several)
-        }
-        for key, measure in found.items()
-    }
+    draws: MeasureDraws = {}
+    for key, measure in found.items():
+        known = {name: each for name, each in results.methods.items() if all_have_metric(key, each)}
+        seeds = {name: results.seeds(name) for name in known}
+        draws[key] = {n: comparisons.resample_measure(measure, known[n], seeds=seeds[n]) for n in known}
     return [found[one_of("a metric", key, found)] for key in results.metrics or found], draws
 
 
@@ -151,11 +148,9 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             noticed = better and not measure.is_negligible(comparison.first, comparison.second)
             clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
             half, shown = (interval.upper - interval.lower) / 2, interval._replace(lower=lower, upper=upper)
-            text, ends = (
-                measure.text(interval.estimate, half, signed=True),
-                measure.interval_text(shown, half, signed=True),
-            )
-            cells.append(Cell(text=text, interval=ends, best=clear, clear=clear, note=p_text(p_value)))
+            ends = measure.interval_text(shown, half, signed=True)
+            text = measure.text(interval.estimate, half, signed=True)
+            cells.append(Cell(text, ends, best=clear, clear=clear, note=p_text(p_value)))
         rows.append(measure_row(measure, cells))
     return _noted_table(results, others, rows)
 
@@ -175,12 +170,9 @@ def distance_table(results: Results) -> Table | None:
 def _mean_table(results: Results, methods: Mapping[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
     """Means over seeds for some methods, one row per measure; None without rows or methods."""
     rows = []
-    for measure in {each.key: each for each in found}.values():
-        known = [all_have_metric(measure.key, several) for several in methods.values()]
-        cells = [
-            Cell(measure.text(mean_over_seeds(measure.key, several)) if there else "–")
-            for several, there in zip(methods.values(), known, strict=True)
-        ]
+    for key, measure in {each.key: each for each in found}.items():
+        means = [mean_over_seeds(key, each) if all_have_metric(key, each) else None for each in methods.values()]
+        cells = [Cell("–" if mean is None else measure.text(mean)) for mean in means]
         rows.append(Row(measure.label, measure.unit, "", cells))
     return method_table(results, list(methods), rows) if methods and rows else None
 
@@ -209,10 +201,8 @@ def score_table(results: Results) -> Table | None:
     rows = []
     for foreign in evaluations[0].ood:
         for name in OOD_SCORES["classification"]:  # which are those of regressions, too
-            found = [
-                [value for each in several if (value := _score_auroc(each, foreign, name)) is not None]
-                for several in results.methods.values()
-            ]
+            every = [[_score_auroc(each, foreign, name) for each in several] for several in results.methods.values()]
+            found = [[value for value in several if value is not None] for several in every]
             if not any(found):
                 continue
             cells = [Cell(f"{100 * fmean(values):.2f}" if values else "–") for values in found]
@@ -254,13 +244,9 @@ def row_precision(draws: Mapping[str, ResampledMeasure]) -> float | None:
 
 
 def measure_row(measure: Measure, cells: list[Cell]) -> Row:
-    return Row(measure.label, measure.unit, direction_arrow(measure), cells, measure.group)
-
-
-def direction_arrow(measure: Measure) -> str:
-    if isinstance(measure.best, float):
-        return f"→ {measure.text(measure.best)}"
-    return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
+    best = measure.best
+    arrow = f"→ {measure.text(best)}" if isinstance(best, float) else {"high": "↑", "low": "↓"}.get(best or "", "")
+    return Row(measure.label, measure.unit, arrow, cells, measure.group)
 
 
 def p_text(p_value: float) -> str:
@@ -299,11 +285,6 @@ def _cell(
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
     marked = is_best or (best is not None and text == measure.text(best.estimate, half))
     p_value = None if is_best else p_value
-    return Cell(
-        text=text,
-        interval="" if interval is None or half is None else measure.interval_text(interval, half),
-        best=marked,
-        clear=is_best and clear,
-        equal=not marked and p_value is not None and p_value >= SIGNIFICANT,
-        note="" if p_value is None else p_text(p_value),
-    )
+    ends = "" if interval is None or half is None else measure.interval_text(interval, half)
+    equal = not marked and p_value is not None and p_value >= SIGNIFICANT
+    return Cell(text, ends, marked, is_best and clear, equal, note="" if p_value is None else p_text(p_value))

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -249,14 +250,11 @@ def read_table(path: Path) -> Any:
         frame = readers[path.suffix](path)
     if path.suffix == ".csv" and list(frame.index) != list(range(len(frame))):  # pandas makes the first values an index
         raise ValueError(f"expected a name for each column of {path}, got one too few; name all, or drop final commas")
-    names = list(frame.columns)
-    while (
-        names
-        and str(names[0]).startswith("Unnamed: ")
-        and (frame[names[0]].is_unique and frame[names[0]].dtype.kind != "f")
-    ):  # an index that was saved
-        del names[0]
-    return frame[names]
+
+    def is_index(name: Any) -> bool:  # one that was saved
+        return str(name).startswith("Unnamed: ") and frame[name].is_unique and frame[name].dtype.kind != "f"
+
+    return frame[[*dropwhile(is_index, frame.columns)]]
 
 
 def uci_rows(asked: DataRequest, set: str, split: int = 0, inner: float = 0.0) -> DatasetRows:

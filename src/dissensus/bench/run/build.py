@@ -252,9 +252,8 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
             return None, None
         raise ValueError(f'{refused}; write optimizer = "default" below its [method.….training]')
     groups = posterior.parameter_groups(lr=training.get("lr", 1e-3), weight_decay=training.get("weight_decay", 0.0))
-    momentum = {"momentum": training.get("momentum", 0.9), "nesterov": training.get("nesterov", True)}
-    extra: dict[str, Any] = momentum if name == "sgd" else {}
-    made = makers[name](groups, **extra)
+    momentum: dict[str, Any] = {"momentum": training.get("momentum", 0.9), "nesterov": training.get("nesterov", True)}
+    made = makers[name](groups, **(momentum if name == "sgd" else {}))
     return made, LambdaLR(made, lambda epoch: factors[schedule](epoch / epochs))
 
 

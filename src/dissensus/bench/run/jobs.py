@@ -131,7 +131,7 @@ def run_all(
 def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Evaluation]:
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
     jobs, tell, progress = options.get("jobs", 1), options.get("tell", ignore_message), options.get("progress", False)
-    groups = _training_groups(runs)
+    groups = list({id(group[0]): group for group in (companions(run, runs) for run in runs)}.values())
     if progress and torchrun_ranks.size() == 1 and not all(run.is_trained for run in runs):
         with withdraw_on_failure(runs):
             tell(expected_time_text([group for group in groups if not all(run.is_trained for run in group)]))
@@ -212,15 +212,6 @@ def begin_runs(
     if not all((run.folder / "config.toml").is_file() for run in runs):
         raise FileNotFoundError(f"expected a folder that all processes see, got {out}; choose a shared --out")
     return runs
-
-
-def _training_groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups of runs: those that share a training together, all others alone."""
-    found: list[list[Run]] = []
-    for run in runs:
-        if not any(run in group for group in found):
-            found.append(companions(run, runs))
-    return found
 
 
 def report_runs(
@@ -407,33 +398,23 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         origins.setdefault(config.method, []).append(origin)
     records = [run.provenance for run in runs]
     seeds = sorted({run.config.seed for run in runs})
+    code = [" ".join(part) for each in records for part in each.get("code", {}).items()]
     facts = {
         "Task": f"{first.task}, size {first.size}",
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         # The common value of all runs, or all values.
         **{label: "; ".join(dict.fromkeys(str(each.get(label.lower(), "")) for each in records)) for label in FACTS},
-        # A name that appears twice was changed between runs.
-        "Own code and rows": ", ".join(
-            dict.fromkeys(" ".join(part) for each in records for part in each.get("code", {}).items())
-        ),
+        "Own code and rows": ", ".join(dict.fromkeys(code)),  # a name that appears twice was changed between runs
         "Started": str(records[0].get("started", "")),
     }
     baseline = first.baseline if first.baseline in methods else None
     focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
     found = {run.config.method: setting_value(run.config.settings, key) for run in runs} if key else {}
     values = {method: float(value) for method, value in found.items() if value is not None}
-    return Results(
-        title=first.title,
-        description=first.description,
-        methods=methods,
-        origins=origins,
-        baseline=baseline,
-        facts={k: v for k, v in facts.items() if v},
-        reference=first.reference,
-        focus=focus if focus in methods else None,
-        sweep=SettingSweep(key, values) if key and values else None,
-    )
+    focus, sweep = focus if focus in methods else None, SettingSweep(key, values) if key and values else None
+    known = {label: value for label, value in facts.items() if value}
+    return Results(first.title, first.description, methods, origins, baseline, known, first.reference, focus, sweep)
 
 
 def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:

@@ -136,9 +136,8 @@ def evaluation_of_pixels(
     return complete_evaluation(found, corrupted, {}, temperature, storage, milliseconds)
 
 
-CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
+CORRUPT, CHOOSE, GRID, TRAIN, ATTACK = "corrupt", "validation-corrupt", "grid", "train", "attack"
 CALIBRATION = "calibration"  # held-out test rows
-ATTACK = "attack"
 
 
 def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
@@ -180,13 +179,9 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     if given.get("attack", "none") in ("none", [], ""):
         return None
     check_attackable(config.kind)
-    return AttackCurves(
-        given.get("epsilons", []),
-        name_list(given["attack"]),
-        norm=str(given.get("attack_norm", "inf")),  # type: ignore[arg-type]
-        steps=given.get("attack_steps", 10),
-        fool_steps=given.get("fool_steps", 0),
-    )
+    how: dict[str, Any] = {"steps": given.get("attack_steps", 10), "fool_steps": given.get("fool_steps", 0)}
+    how["norm"] = str(given.get("attack_norm", "inf"))
+    return AttackCurves(given.get("epsilons", []), name_list(given["attack"]), **how)
 
 
 def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str], object]) -> Callable[[Path], None]:

@@ -325,10 +325,8 @@ class RecordingPosterior(SamplingPosterior):
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         found = self.recorder.sample(samples, generator)
         if not self.recorder.ready:
-            got = f"none, or too few for its {type(self.recorder).__name__}"
-            raise ValueError(
-                f"expected observed steps, got {got}; train with fit, or call observe(optimizer) each step"
-            )
+            got = f"none, or too few for its {type(self.recorder).__name__}; train with fit"
+            raise ValueError(f"expected observed steps, got {got}, or call observe(optimizer) each step")
         return found
 
     @final
