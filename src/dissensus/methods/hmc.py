@@ -116,9 +116,16 @@ class HMC(SamplingPosterior):
         text = "%d chains of %d gradients on %d rows take about %.0f s; fewer samples, warmup or leapfrog take less"
         facts = (self.particles.members, gradients, batch.size, seconds)
         log.log(logging.WARNING if seconds > SLOW else logging.INFO, text, *facts)
-        lengths = {"samples": self.samples, "every": self.every, "warmup": self.warmup, "leapfrog": self.leapfrog}
-        how: dict[str, Any] = {**lengths, "target_acceptance": self.target_acceptance}
-        self.chains = sample_chains(energy, energy.start, generators=make_generators(self), **how)
+        self.chains = sample_chains(
+            energy,
+            energy.start,
+            samples=self.samples,
+            every=self.every,
+            warmup=self.warmup,
+            leapfrog=self.leapfrog,
+            target_acceptance=self.target_acceptance,
+            generators=make_generators(self),
+        )
         for chain, acceptance in enumerate(self.chains.acceptance.tolist(), start=self.first_chain):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
             text = "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up"
@@ -344,9 +351,14 @@ class SGHMC(RecordingPosterior):
     def default_optimizer(self) -> Langevin:
         """A new `Langevin` optimiser for these chains."""
         assert self.data_size is not None  # a required argument
-        heat, groups = self.posterior_temperature / self.data_size, self.parameter_groups(self.lr)
-        how: dict[str, Any] = {"friction": self.friction, "heat": heat, "phase": self.phase}
-        return Langevin(groups, self.lr, generators=make_generators(self), **how)
+        return Langevin(
+            self.parameter_groups(self.lr),
+            self.lr,
+            friction=self.friction,
+            heat=self.posterior_temperature / self.data_size,
+            generators=make_generators(self),
+            phase=self.phase,
+        )
 
     def phase(self) -> tuple[Tensor, Tensor]:
         """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""

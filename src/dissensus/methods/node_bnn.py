@@ -92,12 +92,23 @@ class NodeBNN(NodePosterior):
         std = number("prior_std", prior_std, above=0)
         if init_std is not None:
             std = number("init_std", init_std, above=0)
-        start = Modulation.normal(1.0, number("init_spread", init_spread, least=0))
-        heat = number("posterior_temperature", posterior_temperature, above=0)  # T of H[q, p] − T H[q]
-        how: dict[str, Any] = {"components": components, "train_samples": train_samples, "samples": samples}
-        how |= {"mode": mode, "bias_latent": bias_latent, "layers": layers, "annealing": annealing}
-        how |= {"batch_norm": batch_norm, "latent_lr": latent_lr, "latent_momentum": latent_momentum}
-        super().__init__(networks, std=std, start=start, posterior_temperature=heat, **how, **prior)
+        super().__init__(
+            networks,
+            components=components,
+            std=std,
+            start=Modulation.normal(1.0, number("init_spread", init_spread, least=0)),
+            train_samples=train_samples,
+            samples=samples,
+            posterior_temperature=number("posterior_temperature", posterior_temperature, above=0),  # H[q, p] − T H[q]
+            mode=mode,
+            bias_latent=bias_latent,
+            layers=layers,
+            annealing=annealing,
+            batch_norm=batch_norm,
+            latent_lr=latent_lr,
+            latent_momentum=latent_momentum,
+            **prior,
+        )
         self.lr = one_of("lr", lr, ("curvature", None))
         if lr is not None and latent_lr is not None:
             raise ValueError(f"expected latent_lr=None with lr={lr!r}, got {latent_lr}; leave out one of them")
@@ -174,11 +185,21 @@ class RankOneBNN(NodePosterior):
     ) -> None:
         number("prior_std", prior_std, above=0)
         start = Modulation.normal(1.0, prior_std) if modulation is None else modulation
-        std = number("init_std", init_std, above=0)
-        heat = number("posterior_temperature", posterior_temperature, above=0)
-        how: dict[str, Any] = {"components": components, "train_samples": train_samples, "samples": samples}
-        how |= {"layers": layers, "annealing": annealing, "batch_norm": batch_norm, "latent_lr": latent_lr}
-        super().__init__(networks, std=std, start=start, posterior_temperature=heat, mode="both", **how, **prior)
+        super().__init__(
+            networks,
+            components=components,
+            std=number("init_std", init_std, above=0),
+            start=start,
+            train_samples=train_samples,
+            samples=samples,
+            posterior_temperature=number("posterior_temperature", posterior_temperature, above=0),
+            mode="both",
+            layers=layers,
+            annealing=annealing,
+            batch_norm=batch_norm,
+            latent_lr=latent_lr,
+            **prior,
+        )
         self.prior_std, self.init_std, self.modulation = prior_std, init_std, start
         self.family = one_of("family", family, get_args(Family))
         # The paper's code sums the components' KLs; the bound on the mixture's has their mean, less a term for overlaps.

@@ -296,10 +296,20 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
             means = EarlyStopping(posterior, judging, self.patience, max(1, epochs // 20))
         by_likelihood = judging is not None and means is None and posterior.judged_by is not None
-        how = {"optimizer": optimizer, "scheduler": scheduler, "precision": "float32", "device": self.device}
-        how |= {"validation": judging, "patience": self.patience} if by_likelihood else {}
-        how["callback"] = means if until is None else lambda epoch: epoch.epoch == until
-        self.history_ = fit(posterior, batches, epochs=epochs, progress=False, draw=means is None, **how)
+        self.history_ = fit(
+            posterior,
+            batches,
+            epochs=epochs,
+            validation=judging if by_likelihood else None,
+            patience=self.patience if by_likelihood else None,
+            callback=means if until is None else lambda epoch: epoch.epoch == until,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            precision="float32",
+            device=self.device,
+            progress=False,
+            draw=means is None,
+        )
         if means is not None:
             posterior.load_state_dict(means.state)
             self.history_.best = self.history_[means.best]

@@ -91,8 +91,7 @@ def save(
         # The method that has cut the watched network.
         cutter = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
-    every = {name: (strides_for_copy(tensor), contiguous_strides(tensor.shape)) for name, tensor in tensors.items()}
-    strides = {name: list(own) for name, (own, plain) in every.items() if own != plain}  # files store plain ones
+    strides = {name: strides_for_copy(tensor) for name, tensor in tensors.items()}  # files store tensors as contiguous
     known, meaning = type(network) in NETS.values(), _likelihood_arguments(posterior, targets, unit)
     name, built = (type(network).__name__, network.config) if known else (None, None)
     config = {
@@ -104,7 +103,9 @@ def save(
         "network": {"structure": layer_lines(network), **posterior.initial_network, "name": name, "arguments": built}
         | ({"cut": True} if has_converted_layers(posterior) else {}),
         "tied": ties,
-        "strides": strides,
+        "strides": {
+            name: list(each) for name, each in strides.items() if each != contiguous_strides(tensors[name].shape)
+        },
         "kept": describe_modes(posterior),
         **describe_fitted(posterior),
         **describe_transforms(posterior, inputs, classes),
@@ -173,8 +174,9 @@ def rebuild(
     # building layers draws random numbers that are overwritten
     with read_errors(folder / TENSORS, blueprints.SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        parts = blueprints.build_parts(config, shapes, network, likelihood)
-        posterior = blueprints.build_posterior(kind, config, shapes, *parts)
+        posterior = blueprints.build_posterior(
+            kind, config, shapes, *blueprints.build_parts(config, shapes, network, likelihood)
+        )
         restore_modes(posterior, config["kept"])
         restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)

@@ -108,8 +108,10 @@ def comparison_sentence(results: Results, against: Family | None) -> str:
         return ""
     count, expected = len(against.comparisons), (1 - LEVEL) * len(against.comparisons)
     if results.holm:
-        at = f"intervals are at {100 * against.level:.4g} %, the level at which they exclude zero exactly if p < 0.05"
-        return f"p-values are adjusted for the {count} comparisons of the table (Holm); {at}."
+        return (
+            f"p-values are adjusted for the {count} comparisons of the table (Holm); intervals are at "
+            f"{100 * against.level:.4g} %, the level at which they exclude zero exactly if p < 0.05."
+        )
     return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
 
 
@@ -142,9 +144,14 @@ def render_template(template: str, content: Mapping[str, Any]) -> str:
 
 @cache  # compiling the templates takes longer than filling them in, and a page does that for every table
 def _environment(*, autoescape: bool) -> Environment:
-    loader, blocks = PackageLoader("dissensus.bench.report"), {"trim_blocks": True, "lstrip_blocks": True}
-    how: dict[str, Any] = {"autoescape": autoescape, "keep_trailing_newline": True, **blocks}
-    environment = Environment(loader=loader, undefined=StrictUndefined, **how)
+    environment = Environment(
+        loader=PackageLoader("dissensus.bench.report"),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters |= {"cell": _markdown, "grid_csv": grid_csv, "slug": report_figures.slug}
     signs = "|".join(map(re.escape, LATEX))  # escaped, so that a text contains no command
     environment.filters["tex"] = lambda text: re.sub(signs, lambda sign: LATEX[sign[0]], " ".join(str(text).split()))

@@ -136,8 +136,9 @@ def evaluation_of_pixels(
     return complete_evaluation(found, corrupted, {}, temperature, storage, milliseconds)
 
 
-CORRUPT, CHOOSE, GRID, TRAIN, ATTACK = "corrupt", "validation-corrupt", "grid", "train", "attack"
+CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 CALIBRATION = "calibration"  # held-out test rows
+ATTACK = "attack"
 
 
 def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
@@ -179,9 +180,13 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     if given.get("attack", "none") in ("none", [], ""):
         return None
     check_attackable(config.kind)
-    how: dict[str, Any] = {"steps": given.get("attack_steps", 10), "fool_steps": given.get("fool_steps", 0)}
-    how["norm"] = str(given.get("attack_norm", "inf"))
-    return AttackCurves(given.get("epsilons", []), name_list(given["attack"]), **how)
+    return AttackCurves(
+        given.get("epsilons", []),
+        name_list(given["attack"]),
+        norm=str(given.get("attack_norm", "inf")),  # type: ignore[arg-type]
+        steps=given.get("attack_steps", 10),
+        fool_steps=given.get("fool_steps", 0),
+    )
 
 
 def split_writer(split: str, run: Any, functions: FixedDraw, tell: Callable[[str], object]) -> Callable[[Path], None]:

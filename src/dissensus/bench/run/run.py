@@ -233,13 +233,23 @@ class Run:
                 refresh(posterior.eval(), self.loader(self.data.train))  # on rows without augmentation
                 return self.save_results(posterior, [], seconds=0.0, best=None, engine="none")
             optimizer, scheduler = build.optimizer(posterior, training)
-            how: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
-            how |= {key: training[key] for key in ("clip", "patience", "precision", "engine") if key in training}
-            how |= {"validation": validation} if training.get("keep_best", True) else {}
-            how |= {"checkpoint": checkpoint, "checkpoint_seconds": CHECKPOINT_SECONDS, "mesh": self.training_mesh}
-            how["callback"] = self._callbacks(posterior)
-            how["progress"] = self.config.method if progress else False  # the variant's name, not its method's
-            history = fit(posterior, self.loader(self.data.train, shuffle=True), epochs=training["epochs"], **how)
+            history = fit(
+                posterior,
+                self.loader(self.data.train, shuffle=True),
+                epochs=training["epochs"],
+                validation=validation if training.get("keep_best", True) else None,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                clip=training.get("clip"),
+                patience=training.get("patience"),
+                precision=training.get("precision", "auto"),
+                engine=training.get("engine", "auto"),
+                callback=self._callbacks(posterior),
+                progress=self.config.method if progress else False,  # the variant's name, not its method's
+                checkpoint=checkpoint,
+                checkpoint_seconds=CHECKPOINT_SECONDS,
+                mesh=self.training_mesh,
+            )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             best = None if history.best is None else history.best.epoch
             self.save_results(posterior, history.epochs, seconds=seconds, best=best, engine=history.engine)

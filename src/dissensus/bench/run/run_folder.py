@@ -137,10 +137,15 @@ def read_predictions(path: Path) -> Predictions:
             predictive = ClassificationPredictive(tensors["log_probabilities"])
         else:
             predictive = RegressionPredictive(tensors["means"], tensors["variances"])
-        about: dict[str, Any] = {name: facts[name] for name in ("milliseconds", "networks")}
-        about |= {"examples": {name: each for name, each in tensors.items() if name.startswith("examples/")}}
-        about |= {"shapes": tuple(map(tuple, facts["shapes"])), "energy": tensors.get("energy")}
-        return Predictions(predictive=predictive, targets=tensors["targets"], **about)
+        return Predictions(
+            predictive=predictive,
+            targets=tensors["targets"],
+            energy=tensors.get("energy"),
+            examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
+            shapes=tuple(map(tuple, facts["shapes"])),
+            milliseconds=facts["milliseconds"],
+            networks=facts["networks"],
+        )
 
 
 def write_counts(path: Path, counts: CorruptedCounts) -> None:
@@ -203,11 +208,18 @@ ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a 
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Facts about this program and this machine, for the run's config."""
-    program = {"dissensus": __version__, "commit": commit(), "python": platform.python_version()}
-    program |= {"torch": torch.__version__, "numpy": numpy.__version__}
-    machine = {"device": device_name(device), "threads": torch.get_num_threads(), "platform": platform.platform()}
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    return {**program, **machine, "command": command(), "started": started}
+    return {
+        "dissensus": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "command": command(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def command() -> str:

@@ -158,11 +158,21 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     check_validation(data, training, tables["evaluation"])
     for keyword in settings.keys() & objects.OBJECTS.keys():
         objects.parse_object(keyword, settings[keyword]).check()
-    about: dict[str, Any] = {"title": task.title, "description": task.description, "folder": str(task.folder or "")}
-    about["baseline"] = str(task.settings.get("baseline", ""))
-    about |= {section: tables[section] for section in ("likelihood", "evaluation", "reference", "calibration")}
-    about |= {"data": data, "network": network, "settings": settings, "training": training}
-    return RunConfig(task.name, task.size, method, seed, **about)
+    return RunConfig(
+        task=task.name,
+        size=task.size,
+        method=method,
+        seed=seed,
+        title=task.title,
+        description=task.description,
+        baseline=str(task.settings.get("baseline", "")),
+        data=data,
+        network=network,
+        settings=settings,
+        training=training,
+        **{section: tables[section] for section in ("likelihood", "evaluation", "reference", "calibration")},
+        folder=str(task.folder or ""),
+    )
 
 
 def run_config_from_table(table: Settings, where: str) -> RunConfig:
