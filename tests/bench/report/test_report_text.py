@@ -2,6 +2,7 @@
 
 import csv
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -416,6 +417,20 @@ def test_what_is_taken_is_better_in_a_paired_test_and_never_near_chance(given, t
     found = recommend(given, measures_and_draws(given)[1])
     assert (found.method, found.title) == (taken, title)
     assert ("trained once" in found.sentences.get("How sure", "")) == ("on one seed" in title)
+
+
+@pytest.mark.parametrize(("auroc", "said"), [
+    (0.80, "good is the worst of all 3 in AUROC (told apart from letters)."), (0.95, None), (0.8999, None),
+])  # fmt: skip
+def test_the_advice_says_where_the_method_is_the_worst_of_several(auroc, said):
+    methods = {"map": (0.0, 0.90), "good": (0.2, auroc), "less": (0.1, 0.92)}
+    evaluations = {name: replace(better_by(lower), ood=("letters",)) for name, (lower, _) in methods.items()}
+    for name, evaluation in evaluations.items():
+        evaluation.metrics["ood/letters/auroc"] = methods[name][1]
+    given = results_of_evaluations({name: [each] * 3 for name, each in evaluations.items()}, "t")
+    assert recommend(given, measures_and_draws(given)[1]).sentences.get("Against it") == said
+    del given.methods["less"]  # beside one other, the method's own row says it
+    assert "Against it" not in recommend(given, measures_and_draws(given)[1]).sentences
 
 
 def test_many_methods_need_a_stronger_difference():

@@ -1,6 +1,7 @@
 """Which method to take, why, how sure that is, and at what price."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dissensus.bench.report import comparisons
@@ -10,6 +11,7 @@ from dissensus.bench.report.results import Results
 from dissensus.bench.report.tables import Cell, MeasureDraws, Row, Table, overlap_by_method, p_text, row_precision
 
 QUALITY = ("miou", "accuracy", "rmse", "nll")
+OTHERS = re.compile(r"ece|rmse|coverage90|corrupt/(accuracy|nll|ece|rmse)|ood/.*/auroc")  # in which it may be the worst
 PRICES = ("cost/train_seconds", "cost/predict_ms", "cost/memory_mb")
 ONCE = "Every method was trained once: tests count test examples, not the variation of training. Run five seeds."
 
@@ -53,6 +55,8 @@ def recommend(results: Results, draws: MeasureDraws) -> Recommendation:
         "How sure": ONCE if seeds == 1 else f"Tests count test examples and at least {seeds} seeds of every method.",
         "Price": _price(draws, taken, baseline),
     }
+    if lost := _worst_measures(draws, taken, able):
+        said["Against it"] = f"{taken} is the worst of all {len(able)} in {', '.join(lost)}."
     title, featured = f"{title}{', on one seed' * (seeds == 1)}", list(dict.fromkeys([taken, baseline]))
     method = taken if taken in able else None  # the baseline may be near chance, and none better
     return Recommendation(method, featured, title, said, _method_table(results, draws, family, baseline, method))
@@ -67,6 +71,19 @@ def _reason(draws: MeasureDraws, family: Family, name: str, baseline: str) -> st
     difference, p_value = _test_texts(draws, family, name)
     tested = f": {difference} (paired test, {p_value})" if (name,) in family.comparisons else ""
     return f"{name} has {', '.join(said)}{tested}{', the lowest' * (name == baseline)}."
+
+
+def _worst_measures(draws: MeasureDraws, name: str, able: Sequence[str]) -> list[str]:
+    """Other measures in which each of at least two other methods is better than this one, by enough to matter."""
+    found = []
+    for key, each in draws.items():
+        others = [other for other in able if other in each and other != name]
+        if OTHERS.fullmatch(key) and name in each and len(others) > 1:
+            measure, own = each[name].measure, each[name].estimate
+            nearest = min((each[other].estimate for other in others), key=measure.goodness)
+            if measure.goodness(nearest) > measure.goodness(own) and not measure.is_negligible(nearest, own):
+                found.append(f"{measure.label} ({measure.group})")
+    return found
 
 
 def _price(draws: MeasureDraws, name: str, baseline: str) -> str:
