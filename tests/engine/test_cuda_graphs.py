@@ -202,6 +202,42 @@ def test_the_number_of_batches_decides_when_a_graph_is_captured(count, captured_
     assert len(captured.graphs) == (captured_at is not None)
 
 
+@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize(("count", "begins"), [(20, ["capture"]), (2000, ["fused", "capture", "fused"])])
+def test_kernels_of_fused_layers_are_loaded_before_a_capture_that_pays_for_them(members, count, begins, monkeypatch):
+    monkeypatch.setattr(break_even, "_loaded", set())
+    monkeypatch.setattr(break_even, "LOADING", 100.0)  # of which a tenth of 1,000 calls pays
+    clock, happened, make_graph = tiny.FakeClock(monkeypatch), [], Repeated.__init__
+
+    @contextmanager
+    def fuse():
+        happened.append("fused")
+        yield
+
+    monkeypatch.setattr(cuda_graphs, "fuse_layers", fuse)
+    capture = lambda *args, **settings: (happened.append("capture"), make_graph(*args, **settings))[1]  # noqa: E731
+    monkeypatch.setattr(Repeated, "__init__", capture)
+    made = [ds.nets.ResNet(8) for _ in range(members)]
+    posterior = ds.MAP(made[0]) if members == 1 else ds.DeepEnsemble(made)
+    with inference_context(posterior):
+        drawn = posterior.draw()
+
+    def describe(x):
+        clock.now += 1.0
+        return drawn.describe(x)
+
+    monkeypatch.setattr(Repeated, "context", staticmethod(lambda: inference_context(posterior)))
+    captured = CapturedFunction(describe, drawn, lambda: inference_context(posterior), count=count)
+    for _ in range(6):
+        x = torch.randn(2, 3, 8, 8)
+        with inference_context(posterior):
+            expected = drawn.describe(x)[0]
+        torch.testing.assert_close(captured(x)[0], expected)
+    assert happened[: len(begins)] == begins
+    assert ("fused" in happened) == (count == 2000)
+
+
 class Repeated:
     """In place of a CUDA graph: a replay calls the function again, with what the capture could read."""
 

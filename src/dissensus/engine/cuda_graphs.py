@@ -483,8 +483,8 @@ class CapturedFunction(CapturedCalls):
 
     @functools.cached_property
     def _loads_kernels(self) -> bool:
-        particles = self.drawn.particles
-        return self.plain and particles.how != "vectorised" and can_fuse_layers(particles.templates)
+        particles, in_turn = self.drawn.particles, self.drawn.members == 1  # without vmap, in which nothing is fused
+        return self.plain and (in_turn or particles.how != "vectorised") and can_fuse_layers(particles.templates)
 
     def _drop_if_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept."""
