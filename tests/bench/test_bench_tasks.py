@@ -402,6 +402,8 @@ def test_a_trained_run_is_calibrated_afterwards(task, tmp_path):
     assert ds.load(run.folder / "calibrated").calibration.facts["rows"] == 200
     refuses(lambda: jobs.calibrate_run(Run.open(run.folder), {"method": "temperature"}), "expected rows held out")
     refuses(lambda: jobs.calibrate_run(Run.open(run.folder), {}, rows=0.5), "expected something to fit")
+    for rows, error in ((2.7, TypeError), (-3.0, ValueError), (0.0, ValueError)):
+        refuses(lambda rows=rows: jobs.calibrate_run(Run.open(run.folder), {}, rows=rows), "expected rows", error)
 
 
 @pytest.mark.parametrize(("override", "message"), [

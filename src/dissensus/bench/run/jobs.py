@@ -281,7 +281,7 @@ def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = No
     if not run.is_trained:
         raise untrained_error(run.folder)
     if rows is not None:
-        number = rows if rows < 1 else integer("rows", int(rows))
+        number = rows if 0 < rows < 1 else integer("rows", int(rows) if rows == int(rows) else rows)
         run = Run(run.folder, replace(run.config, data=run.config.data | {"calibration": number}), load=run.load)
     settings = run.config.calibration | dict(asked)
     check_calibration(settings, run.config.data, run.kind)
