@@ -150,7 +150,7 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             half, shown = (interval.upper - interval.lower) / 2, interval._replace(lower=lower, upper=upper)
             ends = measure.interval_text(shown, half, signed=True)
             text = measure.text(interval.estimate, half, signed=True)
-            cells.append(Cell(text, ends, best=clear, clear=clear, note=p_text(p_value)))
+            cells.append(Cell(text, interval=ends, best=clear, clear=clear, note=p_text(p_value)))
         rows.append(measure_row(measure, cells))
     return _noted_table(results, others, rows)
 
@@ -286,5 +286,8 @@ def _cell(
     marked = is_best or (best is not None and text == measure.text(best.estimate, half))
     p_value = None if is_best else p_value
     ends = "" if interval is None or half is None else measure.interval_text(interval, half)
-    equal = not marked and p_value is not None and p_value >= SIGNIFICANT
-    return Cell(text, ends, marked, is_best and clear, equal, note="" if p_value is None else p_text(p_value))
+    equal, note = (
+        not marked and p_value is not None and p_value >= SIGNIFICANT,
+        "" if p_value is None else p_text(p_value),
+    )
+    return Cell(text, interval=ends, best=marked, clear=is_best and clear, equal=equal, note=note)

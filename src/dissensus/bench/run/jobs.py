@@ -414,7 +414,8 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     values = {method: float(value) for method, value in found.items() if value is not None}
     focus, sweep = focus if focus in methods else None, SettingSweep(key, values) if key and values else None
     known = {label: value for label, value in facts.items() if value}
-    return Results(first.title, first.description, methods, origins, baseline, known, first.reference, focus, sweep)
+    about: dict[str, Any] = {"title": first.title, "description": first.description, "reference": first.reference}
+    return Results(**about, methods=methods, origins=origins, baseline=baseline, facts=known, focus=focus, sweep=sweep)
 
 
 def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:
