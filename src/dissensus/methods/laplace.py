@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
-from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood, log_prob_sum, noise_warning
 from dissensus.core.member import PREFIX
 from dissensus.core.networks import MethodKeywords, Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
-from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.prior import make_prior
 from dissensus.engine.loader import Loader
 from dissensus.methods.parts import last_layer as last_layers
@@ -186,7 +185,8 @@ class Laplace(SamplingPosterior):
 
         def score(factor: float) -> float:
             self._redraw([factor * precision for precision in precisions])
-            return self._mean_log_prob(self.draw(), map(self.prepare_batch, self.read(held_out, anywhere=True)))
+            functions, batches = self.draw(), map(self.prepare_batch, self.read(held_out, anywhere=True))
+            return self._mean_log_prob((functions.predict(batch.x), batch) for batch in batches)
 
         scores = [score(factor) for factor in FACTORS]
         if any(map(math.isnan, scores)):
@@ -199,7 +199,9 @@ class Laplace(SamplingPosterior):
         outputs = self.samples * self.particles.members * math.prod(self.output_shape(batch.x)[1:])
         most, size = max(1, NUMBERS // outputs), batch.size
         some = batch.map(lambda tensor: tensor[:most] if tensor.ndim and len(tensor) == size else tensor)
-        network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
+        with inference_context(self):
+            plain, drawn = (functions.predict(some.x) for functions in (self.current(), self.draw()))
+        network, fitted = (self._mean_log_prob([(predictive, some)]) for predictive in (plain, drawn))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.
         shares = (c.eigenvalues / (c.eigenvalues + c.precision) for c in self._fitted_curvatures())
@@ -211,31 +213,27 @@ class Laplace(SamplingPosterior):
                 "fit_posthoc(loader, held_out=held_out_loader)",
                 *(fitted, network, self.precision),
             )
-        elif (gap := self._underconfidence(self.draw(), some)) > APART + max(
-            0.0, self._underconfidence(self.current(), some)
-        ):
+        elif (gap := self._underconfidence(drawn, some)) > APART + max(0.0, self._underconfidence(plain, some)):
             log.warning(
                 "on its own training rows Laplace is right %.3f more often than it is confident (prior precision %.3g): it is "
                 "too unsure; pass data_size= if the loader holds a part of the training data, or let held-out rows choose a "
                 "higher precision, fit_posthoc(loader, held_out=held_out_loader)", gap, self.precision,
             )  # fmt: skip
 
-    def _underconfidence(self, functions: DrawnFunctions, batch: Batch) -> float:
+    def _underconfidence(self, predictive: Predictive, batch: Batch) -> float:
         """Accuracy less mean confidence of rows that count; 0 unless their targets are classes."""
-        with inference_context(self):
-            predictive = functions.predict(batch.x)
         if not isinstance(predictive, CategoricalPredictive) or batch.y.shape != predictive.confidence.shape:
             return 0.0
         counted = self.likelihood.target_mask(batch.y)
         apart = (predictive.log_mean.argmax(predictive.class_axis) == batch.y).double() - predictive.confidence.double()
         return float((apart if counted is None else apart[counted]).mean())
 
-    def _mean_log_prob(self, functions: DrawnFunctions, batches: Iterable[Batch]) -> float:
-        """Mean over rows that count of the log-probability of targets under the functions' mixture."""
+    def _mean_log_prob(self, predicted: Iterable[tuple[Predictive, Batch]]) -> float:
+        """Mean over rows that count of the log-probability of targets under the mixture."""
         total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
         with inference_context(self):
-            for batch in batches:
-                found, counted = log_prob_sum(self.likelihood, functions.predict(batch.x), batch.y, batch.weight)
+            for predictive, batch in predicted:
+                found, counted = log_prob_sum(self.likelihood, predictive, batch.y, batch.weight)
                 total, weight = total + found, weight + counted
         return float(total / weight)
 
