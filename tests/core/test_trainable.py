@@ -164,3 +164,18 @@ def test_a_copy_records_its_own_weights(method, again):
     assert bool((other.recorder.weights.rows()["0.weight"] == 2).all())
     assert other.ready
     assert not posterior.ready
+
+
+@pytest.mark.parametrize("correct", ["temperature", "isotonic"])
+def test_a_step_of_an_own_loop_drops_what_was_fitted_to_earlier_predictions(correct, caplog):
+    x, y = tiny.points(40)
+    posterior = ds.DeepEnsemble([tiny.mlp() for _ in range(2)]).double()
+    ds.calibrate(posterior, [(x, y)], correct)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    posterior.backward(x, y)
+    optimizer.step()
+    assert posterior.is_corrected
+    posterior.observe(optimizer)
+    assert not posterior.is_corrected
+    assert (float(posterior.temperature), posterior.calibration) == (1.0, None)
+    assert "training " in caplog.text

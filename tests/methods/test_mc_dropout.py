@@ -403,3 +403,15 @@ def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(k
         network.layers[0].weight.mul_(2)
     compared()
     torch.testing.assert_close(copy.deepcopy(posterior).predict(x).member_means, posterior.predict(x).member_means)
+
+
+def test_a_rate_that_was_changed_is_that_of_the_next_draw_and_of_its_file(tmp_path):
+    network = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+    posterior, inputs = ds.MCDropout(network, samples=200), torch.randn(5, 4)
+    wide = posterior.predict(inputs).member_means.std(0).mean()
+    network[2].p = 0.05
+    posterior.store_draw([])
+    found = posterior.predict(inputs).member_means
+    assert found.std(0).mean() < wide / 2
+    ds.save(posterior, tmp_path / "run")
+    assert torch.equal(ds.load(tmp_path / "run", copy.deepcopy(network)).predict(inputs).member_means, found)

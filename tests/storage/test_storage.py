@@ -434,3 +434,37 @@ def test_every_setting_of_a_method_of_ones_own_is_saved_or_asked_for(tmp_path):
     refuses(lambda: ds.fit(secretive, loader, **how), told)
     ds.fit(posterior, loader, **how)
     refuses(lambda: ds.fit(Strong(networks, 6.0), loader, **how), "strength 5.0, not 6.0")
+
+
+class Encoded(nn.Module):
+    """A transformer layer, alone or in an encoder: torch's fast path, which converted layers switch off, is an attribute."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2) if stacked else layer, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("make", [
+    lambda network: ds.NodeBNN(network, data_size=9), lambda network: ds.MeanFieldVI(network, data_size=9),
+    lambda network: ds.BatchEnsemble(network, members=2, modulation=ds.Modulation.sign()), ds.MAP,
+])  # fmt: skip
+def test_transformers_are_loaded_into_a_network_built_alike(make, stacked, tmp_path):
+    posterior, sequence = make(Encoded(stacked)), torch.randn(2, 5, 4)
+    ds.save(posterior, tmp_path / "run")
+    loaded = ds.load(tmp_path / "run", Encoded(stacked))
+    assert torch.equal(loaded.predict(sequence).mean, posterior.predict(sequence).mean)
+
+
+def test_an_attribute_that_was_changed_after_the_posterior_was_built_is_said(tmp_path, caplog):
+    network = tiny.Network(scale=1.0, layer=nn.Linear(4, 3), forward=lambda self, x: self.scale * self.layer(x))
+    posterior = ds.MAP(network)
+    ds.save(posterior, tmp_path / "run")
+    assert not caplog.messages
+    network.scale = 4.0
+    ds.save(posterior, tmp_path / "run")
+    assert "as it was when the posterior was built: scale 1.0, not 4.0" in caplog.text

@@ -23,7 +23,7 @@ from dissensus.numerics.hashing import fingerprint
 from dissensus.utils.checks import ListedAttributes, one_of
 from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.tensor_tree import SubmoduleCache
-from dissensus.utils.torch_private import buffers_of, children_of, parameters_of, unsaved_buffers
+from dissensus.utils.torch_private import buffers_of, children_of, parameters_of, unsaved_buffers, version_of
 
 log = logging.getLogger("dissensus")
 
@@ -128,6 +128,7 @@ class CalibratedModule(ListedAttributes, nn.Module):
         self.register_module("calibration", None)
         children_of(self)["promises"] = nn.ModuleDict()  # `promises` is a property
         self.known_parts = SubmoduleCache()  # of what is looked at in a prediction
+        self._read: tuple[Any, int, bool] = (None, 0, False)  # the temperature, its version, whether it was not 1
 
     @property
     @final
@@ -174,6 +175,15 @@ class CalibratedModule(ListedAttributes, nn.Module):
         drop_stale_guarantees(self)
 
     @final
+    @property
+    def is_corrected(self) -> bool:
+        """Whether a temperature or a calibration changes predictions; on a GPU the temperature is read where it was written."""
+        now = buffers_of(self)["temperature"]
+        version = -1 if now.is_inference() else version_of(now)
+        if self._read[0] is not now or self._read[1] != version:
+            self._read = now, version, bool(now != 1.0)
+        return self._read[2] or children_of(self)["calibration"] is not None
+
     def uncalibrate(self, change: str) -> None:
         """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:

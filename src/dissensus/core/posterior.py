@@ -434,7 +434,9 @@ def _layer_error(error: Exception, x: Inputs, particles: Particles) -> ValueErro
     layer, home = inside[-1].f_locals["self"], inside[-1].f_globals["__name__"]
     name = next((name for name, part in particles.template.network.named_modules() if part is layer), None)
     calls = [f.f_locals for f in inside if f.f_code.co_name == MODULE_CALL and f.f_locals["self"] is layer]
-    torchs = home.startswith("torch.nn.") or (home.startswith("dissensus.layers.") and isinstance(error, RuntimeError))
+    torchs = home.startswith(("torch.nn.", "dissensus.nets.")) or (
+        home.startswith("dissensus.layers.") and isinstance(error, RuntimeError)
+    )
     if name is None or not calls or not torchs or type(error) is NotImplementedError:
         return None
     given = batches.input_tensors((*calls[-1]["args"], *calls[-1]["kwargs"].values()))

@@ -161,7 +161,7 @@ class TrainableModule(CalibratedModule):
         stepped = has_stepped(self, optimizer)
         if stepped:
             self.steps.add_(1)
-            if self.calibration is not None:  # a user's loop that did not call `begin`
+            if self.is_corrected:  # a user's loop that did not call `begin`
                 self.uncalibrate("training")
         return stepped
 

@@ -23,6 +23,7 @@ from dissensus.layers.call_order import TracedCalls
 from dissensus.nets.blocks import NTKLinear
 from dissensus.utils.batch_norm_names import NORM_LAYERS
 from dissensus.utils.checks import first_names
+from dissensus.utils.module_state import SWITCHES
 from dissensus.utils.sharding import check_copyable
 from dissensus.utils.torch_private import FORWARDS, forward_hooks_of, parameters_of
 
@@ -59,7 +60,7 @@ TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
 EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
-NESTED = "use_nested_tensor_of_torch"
+NESTED = SWITCHES[-1]
 READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights without calling them
 
 CutKind = TypeVar("CutKind", bound="ConvertedLayer")

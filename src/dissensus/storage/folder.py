@@ -7,6 +7,7 @@ so that one rename replaces a saved posterior; config.json is a copy for people 
 import copy
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
-from dissensus.core.description import complete_config, describe_network, layer_lines, to_json_values
+from dissensus.core.description import complete_config, describe_network, differences, layer_lines, to_json_values
 from dissensus.core.likelihood import Likelihood, RealTargets
 from dissensus.core.member import PREFIX, state_names, tensors_by_name
 from dissensus.core.particles import Particles
@@ -38,6 +39,8 @@ from dissensus.utils.module_state import differing_attribute
 from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.shared_tensors import copy_sharing_tensors, memory_place
 from dissensus.utils.torch_private import copy_with
+
+log = logging.getLogger("dissensus")
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
@@ -117,7 +120,11 @@ def save(
     data, text = serialise_posterior(tensors, to_json_values(config))
     # What cannot be read back is not written. This network may have attributes that training has changed.
     config = json.loads(text)
-    config["network"]["attributes"] = describe_network(network)["attributes"]
+    said, config["network"]["attributes"] = config["network"]["attributes"], describe_network(network)["attributes"]
+    changed, by_training = differences(said, config["network"]["attributes"]), state_names(posterior.particles)
+    if found := [each for each in changed if each.partition(" ")[0] not in by_training]:
+        text = "the file holds an attribute as it was when the posterior was built: %s; set it before you build one"
+        log.warning(text, found[0])
     own = None if type(posterior.likelihood) in blueprints.LIKELIHOODS.values() else posterior.likelihood
     rebuild(config, add_base(config, tensors, network), network, own, type(posterior), Path(folder))
     folder = Path(folder)

@@ -24,6 +24,8 @@ OWN = vars(nn.Module()).keys()
 HOOKS = [name for name in OWN if name.endswith("_hooks")]
 # How names of attributes begin that `fully_shard`, Accelerate and Lightning add or change.
 WRAPPERS = ("__", "_fsdp", "_is_fsdp", "_is_accelerate", "_current_fx")
+# By which torch's transformer layers switch a fast path off; methods that cut layers do so, too.
+SWITCHES = ("activation_relu_or_gelu", "use_nested_tensor", "use_nested_tensor_of_torch")
 Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
 
 
@@ -47,7 +49,8 @@ def saved_attributes(network: nn.Module) -> dict[str, Any]:
     parts = network.named_modules()
     torchs = {n for n, each in parts if original_class(each).__module__.startswith("torch.nn.") and each.extra_repr()}
     every = _attributes(network, hooks=False).items()
-    kept = {name: each for name, each in every if name.rpartition(".")[0] not in torchs}
+    split = [(name.rpartition("."), each) for name, each in every]
+    kept = {"".join(name): each for name, each in split if name[0] not in torchs and name[2] not in SWITCHES}
     found = json.loads(json.dumps(kept, default=lambda _: None))
     return {name: each for name, each in found.items() if each is not None}
 

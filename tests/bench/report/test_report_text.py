@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus import metrics
 from dissensus.bench.report.html_report import report_content
 from dissensus.bench.report.measures import measures
 from dissensus.bench.report.prose import question_sentences
@@ -419,15 +420,23 @@ def test_what_is_taken_is_better_in_a_paired_test_and_never_near_chance(given, t
     assert ("trained once" in found.sentences.get("How sure", "")) == ("on one seed" in title)
 
 
-@pytest.mark.parametrize(("auroc", "said"), [
-    (0.80, "good is the worst of all 3 in AUROC (told apart from letters)."), (0.95, None), (0.8999, None),
+def told_apart(lower: float, shift: float, noise: float) -> Evaluation:
+    """`better_by`, and scores of foreign inputs that are higher by `shift`."""
+    made, inside = better_by(lower), NOISE.roll(3) + noise * NOISE.roll(11)
+    scores = {"test/score/total": inside, "ood/letters/score/total": NOISE.roll(5) + noise * NOISE.roll(17) + shift}
+    auroc = float(metrics.auroc(inside, scores["ood/letters/score/total"]))
+    return replace(
+        made, ood=("letters",), arrays=made.arrays | scores, metrics=made.metrics | {"ood/letters/auroc": auroc}
+    )
+
+
+@pytest.mark.parametrize(("shift", "said"), [
+    (0.5, "good is worse than every other method in AUROC (told apart from letters)."), (3.0, None), (1.6, None),
 ])  # fmt: skip
-def test_the_advice_says_where_the_method_is_the_worst_of_several(auroc, said):
-    methods = {"map": (0.0, 0.90), "good": (0.2, auroc), "less": (0.1, 0.92)}
-    evaluations = {name: replace(better_by(lower), ood=("letters",)) for name, (lower, _) in methods.items()}
-    for name, evaluation in evaluations.items():
-        evaluation.metrics["ood/letters/auroc"] = methods[name][1]
-    given = results_of_evaluations({name: [each] * 3 for name, each in evaluations.items()}, "t")
+def test_the_advice_says_where_a_paired_test_finds_the_method_worse_than_all_others(shift, said):
+    methods = {"map": told_apart(0, 1.5, 0.0), "good": told_apart(0.2, shift, 0.5), "less": told_apart(0.1, 2.0, 0.0)}
+    unmeasured = {"blind": better_by(0.05)}
+    given = results_of_evaluations({name: [each] * 3 for name, each in (methods | unmeasured).items()}, "t")
     assert recommend(given, measures_and_draws(given)[1]).sentences.get("Against it") == said
     del given.methods["less"]  # beside one other, the method's own row says it
     assert "Against it" not in recommend(given, measures_and_draws(given)[1]).sentences

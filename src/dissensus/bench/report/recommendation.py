@@ -56,7 +56,7 @@ def recommend(results: Results, draws: MeasureDraws) -> Recommendation:
         "Price": _price(draws, taken, baseline),
     }
     if lost := _worst_measures(draws, taken, able):
-        said["Against it"] = f"{taken} is the worst of all {len(able)} in {', '.join(lost)}."
+        said["Against it"] = f"{taken} is worse than every other method in {', '.join(lost)}."
     title, featured = f"{title}{', on one seed' * (seeds == 1)}", list(dict.fromkeys([taken, baseline]))
     method = taken if taken in able else None  # the baseline may be near chance, and none better
     return Recommendation(method, featured, title, said, _method_table(results, draws, family, baseline, method))
@@ -74,16 +74,18 @@ def _reason(draws: MeasureDraws, family: Family, name: str, baseline: str) -> st
 
 
 def _worst_measures(draws: MeasureDraws, name: str, able: Sequence[str]) -> list[str]:
-    """Other measures in which each of at least two other methods is better than this one, by enough to matter."""
-    found = []
+    """Other measures in which all of at least two other methods are better: a paired test tells even the nearest apart."""
+    tested: dict[tuple[str, ...], comparisons.MethodComparison | None] = {}
     for key, each in draws.items():
         others = [other for other in able if other in each and other != name]
         if OTHERS.fullmatch(key) and name in each and len(others) > 1:
             measure, own = each[name].measure, each[name].estimate
             nearest = min((each[other].estimate for other in others), key=measure.goodness)
             if measure.goodness(nearest) > measure.goodness(own) and not measure.is_negligible(nearest, own):
-                found.append(f"{measure.label} ({measure.group})")
-    return found
+                by = min(others, key=lambda other: measure.goodness(each[other].estimate))
+                tested[f"{measure.label} ({measure.group})",] = comparisons.compare_methods(each[name], each[by])
+    family = comparisons.comparison_family(tested, holm=True)
+    return [said for (said,), p_value in family.p_values.items() if p_value < comparisons.SIGNIFICANT]
 
 
 def _price(draws: MeasureDraws, name: str, baseline: str) -> str:
