@@ -103,7 +103,8 @@ def fit(
             call `fit` with the same posterior and loader. "independent" trains one model in each process.
         draw: whether to store a draw at the end (`ds.refresh`).
         targets: "standardised" measures mean and standard deviation of a regression's targets, in an extra pass over the
-            loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y.
+            loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y. A
+            posterior keeps what its first run measured: targets on another scale need a new one.
 
     Returns:
         A `History`: one `Epoch` each, the epoch kept, the engine used, and the expected memory.
