@@ -178,6 +178,8 @@ class CalibratedModule(ListedAttributes, nn.Module):
     @property
     def is_corrected(self) -> bool:
         """Whether a temperature or a calibration changes predictions; on a GPU the temperature is read where it was written."""
+        if torch.compiler.is_compiling():  # a graph cannot branch on a value
+            return self.calibration is not None
         now = buffers_of(self)["temperature"]
         version = -1 if now.is_inference() else version_of(now)
         if self._read[0] is not now or self._read[1] != version:
