@@ -185,6 +185,15 @@ def test_held_out_rows_choose_the_precision_they_are_likeliest_under(caplog):
     refuses(lambda: posterior.fit_posthoc(train, data_size=2.5), r"data_size as a whole number, got 2\.5", TypeError)
 
 
+def test_the_draw_that_is_kept_is_the_one_that_held_out_rows_have_chosen(monkeypatch):
+    network, train, held_out = memorised()
+    scores, measure = [], Laplace._mean_log_prob
+    keep = lambda self, predicted: scores.append(found := measure(self, predicted)) or found  # noqa: E731
+    monkeypatch.setattr(Laplace, "_mean_log_prob", keep)
+    posterior = Laplace(network, prior_precision=0.01, samples=5).fit_posthoc(train, held_out=held_out)
+    assert score(posterior, held_out) == pytest.approx(max(scores), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("part", "counted"), [("sampler", 100), ("subset", 100), ("most", 60), ("told", 20), ("fit", 20)]
 )

@@ -26,7 +26,7 @@ from dissensus.engine.loader import Loader
 from dissensus.methods.parts import last_layer as last_layers
 from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LinearLayer, Precision, Structure
 from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior
-from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.randomness import next_seed, own_generator
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
@@ -164,14 +164,15 @@ class Laplace(SamplingPosterior):
             for curvature in mine:
                 curvature.precision.fill_(found)
 
-    def _redraw(self, precisions: Sequence[Tensor] = ()) -> None:
-        """Replaces the stored draw by one with these prior precisions, or with the present ones."""
+    def _redraw(self, precisions: Sequence[Tensor] = (), seed: int | None = None) -> None:
+        """Replaces the stored draw by one with these prior precisions, or with the present ones; a seed is a draw's noise."""
         for curvature, precision in zip(self._fitted_curvatures(), precisions, strict=False):
             curvature.precision.copy_(precision)
         assert self.stored is not None  # stored and dropped together with the curvature
         # The network may have been trained since: the new last layers get the earlier layers of the stored draw. Functions
         # drawn before do not change.
-        families, samples = [], self.sample(self.samples, own_generator(self.device))
+        generator = own_generator(self.device) if seed is None else torch.Generator(self.device).manual_seed(seed)
+        families, samples = [], self.sample(self.samples, generator)
         for m, family in enumerate(self.stored.each):
             own = copy.deepcopy(family.own)
             for name, sampled in samples.items():
@@ -181,10 +182,10 @@ class Laplace(SamplingPosterior):
 
     def _scale_precision(self, held_out: Iterable[Any]) -> None:
         """Multiplies the prior precisions by the factor under which held-out rows are likeliest, and draws anew."""
-        precisions = [curvature.precision.clone() for curvature in self._fitted_curvatures()]
+        precisions, seed = [curvature.precision.clone() for curvature in self._fitted_curvatures()], next_seed()
 
-        def score(factor: float) -> float:
-            self._redraw([factor * precision for precision in precisions])
+        def score(factor: float) -> float:  # of the same noise for all, which is kept with the best
+            self._redraw([factor * precision for precision in precisions], seed)
             functions, batches = self.draw(), map(self.prepare_batch, self.read(held_out, anywhere=True))
             return self._mean_log_prob((functions.predict(batch.x), batch) for batch in batches)
 
@@ -192,7 +193,7 @@ class Laplace(SamplingPosterior):
         if any(map(math.isnan, scores)):
             raise ValueError("expected held-out rows that count, got none on a later reading; pass a loader with data")
         best = FACTORS[scores.index(max(scores))]
-        self._redraw([best * precision for precision in precisions])
+        self._redraw([best * precision for precision in precisions], seed)
 
     def _warn_if_unsure(self, batch: Batch, rows: float) -> None:
         """Warns where the batch, of the training data, is much less likely under the draw than under the network."""
