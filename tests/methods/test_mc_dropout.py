@@ -415,3 +415,14 @@ def test_a_rate_that_was_changed_is_that_of_the_next_draw_and_of_its_file(tmp_pa
     assert found.std(0).mean() < wide / 2
     ds.save(posterior, tmp_path / "run")
     assert torch.equal(ds.load(tmp_path / "run", copy.deepcopy(network)).predict(inputs).member_means, found)
+
+
+def test_a_promise_ends_when_a_dropout_rate_is_changed(caplog):
+    network, x, y = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3)), torch.randn(40, 4), torch.randint(3, (40,))
+    posterior = ds.MCDropout(network, samples=20)
+    posterior.store_draw([])
+    ds.conformal(posterior, [(x, y)], level=0.8)
+    assert posterior.promises
+    network[0].p = 0.1
+    assert not posterior.promises
+    assert "predictions have changed" in caplog.text

@@ -139,14 +139,15 @@ class CalibratedModule(ListedAttributes, nn.Module):
 
     @final
     def fingerprint(self) -> str:
-        """What predictions depend on, in 16 digits: the tensors, temperature, calibration, and the likelihood's settings."""
+        """What predictions depend on, in 16 digits: tensors, corrections, dropout rates, and the likelihood's settings."""
         left_out = {"steps", "promises", "watchers", *unsaved_buffers(self)}
         own = {**parameters_of(self), **buffers_of(self), **children_of(self)}.items()
         with self.particles.lock_network(), torch.no_grad():
             parts = [part for name, part in sorted(own) if name not in left_out]
             tensors = [gather_full_tensor(each) for part in parts for each in _state_tensors(part)]
             calibration = None if self.calibration is None else self.calibration.config()
-            text = as_bytes([describe_likelihood(self.particles.likelihood), calibration])
+            rates = [self._rates] if self._rates else []
+            text = as_bytes([describe_likelihood(self.particles.likelihood), calibration, *rates])
             return f"{fingerprint([text, *tensors]):016x}"
 
     @final
@@ -174,8 +175,13 @@ class CalibratedModule(ListedAttributes, nn.Module):
             self.calibration = calibration if calibration is None else calibration.to(self.temperature.device)
         drop_stale_guarantees(self)
 
-    @final
     @property
+    def _rates(self) -> dict[str, float]:
+        """Dropout rates of layers on which predictions depend, as they are now."""
+        return {}
+
+    @property
+    @final
     def is_corrected(self) -> bool:
         """Whether a temperature or a calibration changes predictions; on a GPU the temperature is read where it was written."""
         if torch.compiler.is_compiling():  # a graph cannot branch on a value
@@ -186,6 +192,7 @@ class CalibratedModule(ListedAttributes, nn.Module):
             self._read = now, version, bool(now != 1.0)
         return self._read[2] or children_of(self)["calibration"] is not None
 
+    @final
     def uncalibrate(self, change: str) -> None:
         """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:

@@ -98,11 +98,14 @@ class MCDropout(NetworksPosterior):
         value, buffers = self.particles.call(nll, params, buffers)
         return value + self.penalty(params), (), buffers
 
+    @property
+    def _rates(self) -> dict[str, float]:
+        network = self.particles.template.network  # whose own rates may have been changed
+        return {n: held_rate(network.get_submodule(n)) if self.rate is None else self.rate for n in self.sites}
+
     def draw(self) -> DrawnFunctions:
         seed = int(self.seed) if int(self.seed) >= 0 else next_seed()
-        if self.rate is None:  # the network's own rates, which may have been changed
-            network = self.particles.template.network
-            self.sites = {name: held_rate(network.get_submodule(name)) for name in self.sites}
+        self.sites = self._rates
         particles, several = self.particles, self.particles.members > 1
         each = [single_member(particles, m) if several else self._apart(particles) for m in range(particles.members)]
         return join_families(DropoutFunctions(one, self.sites, self.samples, seed + m) for m, one in enumerate(each))
