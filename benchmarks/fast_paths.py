@@ -32,10 +32,10 @@ from turns import in_turns
 import dissensus as ds
 from dissensus.core import gradients, member_runner, particles
 from dissensus.core.batch import Batch
-from dissensus.engine import build_step, cuda_graphs, fast_optimisers, strategies
+from dissensus.engine import build_step, cuda_graphs, fast_optimisers, prediction_loop, strategies, training_step
 from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
 from dissensus.layers import channel_launch
-from dissensus.methods import embedded_ensembles, forde
+from dissensus.methods import forde
 from dissensus.utils import tensor_tree
 from dissensus.utils.tensor_tree import all_submodules
 
@@ -67,12 +67,13 @@ def one_input(method: str, network: str, device: str) -> Call:
 
 def step(
     make: Callable[[], ds.Posterior], shape: tuple[int, ...], batch: int, engine: str, device: str,
-    precision: torch.dtype | None = None,
+    precision: torch.dtype | None = None, adam: bool = False,
 ) -> Call:  # fmt: skip
-    """A training step of all members on one batch."""
+    """A training step of all members on one batch, by SGD or the default optimiser."""
     made = make().to(device).train()
     x, y = torch.randn(batch, *shape, device=device), torch.randint(10, (batch,), device=device)
-    optimizer = torch.optim.SGD(made.parameter_groups(1e-3), lr=1e-3, momentum=0.9)
+    sgd = partial(torch.optim.SGD, made.parameter_groups(1e-3), lr=1e-3, momentum=0.9)
+    optimizer = made.default_optimizer() if adam else sgd()
     if device == "cuda":
         fast_optimisers.use_channels_last(made)
     first = Batch(x, y)
@@ -94,6 +95,13 @@ def prediction(images: int, device: str) -> Call:
     return lambda: ds.summarise(made, data, precision="bf16")
 
 
+def small_batches(device: str) -> Call:
+    """6,400 rows by one MLP."""
+    made, rows = ds.MAP(latency.mlp()).to(device), torch.randn(6400, 784, device=device)
+    data = ds.data.Batches(rows, torch.zeros(len(rows)).long(), batch_size=32)
+    return lambda: ds.predict(made, data)
+
+
 def networks(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
     return [make() for _ in range(count)]
 
@@ -109,7 +117,11 @@ ROWS: dict[str, Callable[[str], Call]] = {
 }
 ROWS |= {
     f"step, MAP, {MLP}, batch 16": partial(step, lambda: ds.MAP(latency.mlp()), (784,), 16, "loop"),
+    f"step, MAP, {MLP}, batch 16, AdamW": partial(
+        step, lambda: ds.MAP(latency.mlp()), (784,), 16, "loop", adam=True
+    ),
     f"step, MAP, {RESNET}, batch 16": partial(step, lambda: ds.MAP(latency.resnet20()), IMAGE, 16, "loop"),
+    f"200 batches of 32, MAP, {MLP}": small_batches,
     "step, DeepEnsemble, M = 20, MLP 784-200-200-200-10, batch 16": partial(
         step, lambda: ds.DeepEnsemble(networks(latency.mlp, 20)), (784,), 16, "vectorised"
     ),
@@ -210,8 +222,20 @@ PATHS = [
     FastPath(
         "the caller's module as it is, in training",
         ("core.gradients:can_train_in_place", "core.gradients:in_place_gradients", "utils.tensor_tree:OwnTensors"),
-        without(gradients, "can_train_in_place", lambda *_: False),
+        without_all(*(without(each, "can_train_in_place", lambda *_: False) for each in (gradients, training_step))),
         (f"step, MAP, {MLP}, batch 16", f"step, MAP, {RESNET}, batch 16"),
+    ),
+    FastPath(
+        "the optimiser's kernel alone",
+        ("engine.fast_optimisers:FusedStep", "engine.fast_optimisers:_FusedGroup"),
+        without(fast_optimisers.FusedStep, "__call__", lambda self: self.optimizer.step()),
+        (f"step, MAP, {MLP}, batch 16, AdamW", f"step, MAP, {MLP}, batch 16"),
+    ),
+    FastPath(
+        "small batches read together",
+        ("engine.loader:Loader.joined_batches", "core.batch:split_rows"),
+        without(prediction_loop, "TOGETHER", 1),
+        (f"200 batches of 32, MAP, {MLP}",),
     ),
     FastPath(
         "vmap entered by hand",
@@ -238,12 +262,6 @@ PATHS = [
         ("core.particles:SingleMemberCache",),
         without(particles.SingleMemberCache, "__call__", lambda self, given: particles.single_member(given, 0)),
         (f"{DROPOUT}{MLP}", f"{DROPOUT}{RESNET}"),
-    ),
-    FastPath(
-        "chains of dense modulated layers",
-        ("layers.dense_chains",),
-        without(embedded_ensembles, "chain_layers", lambda network: None),
-        ("step, BatchEnsemble, M = 4, MLP 64-512-512-512-10, batch 128",),
     ),
     FastPath(
         "stacked linear layers",
@@ -447,11 +465,10 @@ HEAD = """# Fast paths
 Code that computes the same numbers faster than plainer code. A path stays while it makes something that users run at least a
 tenth faster on its machine. `benchmarks/fast_paths.py` writes this page and switches each path off: the tables show the case
 each path helps most, as medians over rounds in turns, with quartiles of the ratio."""
-NOTES = """Some paths below a tenth remain. The trees mapped by hand are short and speed up one input in small deep ensembles.
-Without narrow convolutions and the cached weights, predictions on a GPU would lose more than a tenth together. Without
-graphs, the time includes attempts to capture; `gpu_h200.csv` has a plain loop."""
-REMOVED = """These gained less than a tenth and were removed with their tests. Modes set as attributes only helped networks in
-training mode, and `fit` leaves them in eval mode."""
+NOTES = """Two paths below a tenth remain, since a row may lose a tenth in all. Without graphs, the time includes attempts to
+capture; `gpu_h200.csv` has a plain loop."""
+REMOVED = """These gained less than a tenth; modes only helped networks in training mode, which `fit` leaves; chains only
+dense layers of one method on a CPU."""
 MACHINES = {"cpu": "On a CPU", "arm": "On an Arm CPU", "cuda": "On a GPU"}
 TABLE = ("| path | lines | case | ms, with → without | ratio |", "|---|---|---|---|---|")
 

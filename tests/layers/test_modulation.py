@@ -1,4 +1,4 @@
-"""Modulations: moments against samples and closed forms, and chains of modulated layers computed at once."""
+"""Modulations: moments against samples and closed forms, and gradients through modulated layers."""
 
 import json
 import math
@@ -11,7 +11,6 @@ import dissensus as ds
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.engine.strategies import functional_gradients
-from dissensus.layers import dense_chains
 from dissensus.layers.conversion import convert_layer
 from dissensus.layers.factored import Kernel
 from dissensus.layers.nodes import set_temporarily
@@ -96,7 +95,7 @@ def mlp():
 
 
 def twice():
-    """One ReLU and one layer in two places, no biases, an activation that ends a chain."""
+    """One ReLU and one layer in two places, no biases."""
     relu, square = nn.ReLU(inplace=True), nn.Linear(5, 5, bias=False)
     return nn.Sequential(nn.Linear(6, 5), relu, square, relu, square, nn.Tanh(), nn.Linear(5, 4), relu, nn.Linear(4, 3))
 
@@ -114,19 +113,6 @@ def posterior(network, kind=ds.BatchEnsemble, **keywords):
     return kind(network().double(), members=3, **settings).train()
 
 
-@pytest.fixture
-def used(monkeypatch):
-    """Numbers of layers of the chains that were differentiated."""
-    lengths, written_out = [], dense_chains._explicit_gradients
-
-    def counted(wanted, given, kept, z, g):
-        lengths.append(len(kept) // 2)
-        return written_out(wanted, given, kept, z, g)
-
-    monkeypatch.setattr(dense_chains, "_explicit_gradients", counted)
-    return lengths
-
-
 def assert_same(found, expected, atol=1e-12):
     assert found.gradients.keys() == expected.gradients.keys()
     torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=atol)
@@ -134,32 +120,21 @@ def assert_same(found, expected, atol=1e-12):
         torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("network", "keywords", "lengths"), [
-    (mlp, {}, [4]),
-    (mlp, {"form": "talk"}, [3]),
-    (mlp, {"regime": "collective"}, [4]),
-    (mlp, {"kind": ds.DropoutEnsemble, "rate": 0.5}, [3]),
-    (mlp, {"layers": ["layers.0", "layers.2", "layers.6"]}, [2]),
-    (twice, {}, [2, 3]),
-    (frozen, {}, [4]),
+@pytest.mark.parametrize(("network", "keywords"), [
+    (mlp, {}),
+    (mlp, {"form": "talk"}),
+    (mlp, {"regime": "collective"}),
+    (mlp, {"kind": ds.DropoutEnsemble, "rate": 0.5}),
+    (mlp, {"layers": ["layers.0", "layers.2", "layers.6"]}),
+    (twice, {}),
+    (frozen, {}),
 ])  # fmt: skip
-def test_gradients_are_those_of_one_layer_after_the_other(network, keywords, lengths, used):
+def test_gradients_are_those_of_one_member_after_the_other(network, keywords):
     made, given = posterior(network, **keywords), batch()
     found = gradients.vectorised_gradients(made, given)
-    assert used == lengths
     assert_same(found, gradients.looped_gradients(made, given))
     with made.particles.vmap_context():
         assert_same(found, functional_gradients(made, gradients.detached_state(made), given))
-    assert used == lengths  # neither of them by a chain
-
-
-def test_gradients_of_factors_that_are_0_are_autograd_s(used):
-    made, given = posterior(mlp), batch()
-    with torch.no_grad():
-        for number, factor in enumerate(made.modulations.values()):
-            factor[:, number % 2 :: 3] = 0.0
-    assert_same(gradients.vectorised_gradients(made, given), gradients.looped_gradients(made, given))
-    assert used
 
 
 def test_second_derivatives_are_those_of_one_layer_after_the_other():
@@ -184,30 +159,12 @@ def test_many_gradients_at_once():
     torch.testing.assert_close(found, torch.stack(alone), rtol=0, atol=1e-12)
 
 
-def test_hooks_of_layers_inside_are_called(used):
+def test_hooks_of_layers_inside_are_called():
     network, seen = mlp().double(), []
     network.layers[3].register_forward_hook(lambda layer, given, output: seen.append(output.shape))
     made = ds.BatchEnsemble(network, members=3, modulation=WIDE).train()
     gradients.vectorised_gradients(made, batch())
     assert seen == [(7, 4)]
-    assert used == [2]  # behind it
-
-
-def test_hooks_of_all_modules_are_called(used):
-    made, seen = posterior(mlp).train(), []
-    hook = nn.modules.module.register_module_forward_hook(lambda layer, given, output: seen.append(type(layer)))
-    try:
-        gradients.vectorised_gradients(made, batch())
-    finally:
-        hook.remove()
-    assert nn.ReLU in seen
-    assert used == []
-
-
-def test_networks_that_leave_the_posterior_have_ordinary_sequences():
-    made = posterior(mlp)
-    assert isinstance(made.particles.template.network.layers, dense_chains.ChainedLayers)
-    assert type(made.member(0).layers) is type(made.plain_network().layers) is nn.Sequential
 
 
 # ----------------------------------------------------------------------------------------------------- noise on weights

@@ -20,7 +20,6 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.layers import conversion
 from dissensus.layers.call_order import call_order, end_layers, trace_calls
-from dissensus.layers.dense_chains import chain_layers
 from dissensus.layers.factored import ModulatedLayer, features, modulate_layer
 from dissensus.layers.modulation import Modulation
 from dissensus.numerics.annealing import scale_gradient
@@ -115,7 +114,6 @@ def embed(
     network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood | None, members: int
 ) -> Particles:
     """M members of a cut network: `factors` (M, n) and tensors with ids in `own` are their own; others are never copied."""
-    chain_layers(network)
     member = Member(network, likelihood or Classification())
     held, varied = tensors_by_name(member), {f"network.{name}": factor for name, factor in factors.items()}
     rows: dict[str, Sequence[Tensor] | Tensor] = {name: [tensor] * members for name, tensor in held.items()}
