@@ -244,12 +244,13 @@ def overridden_hooks() -> set[str]:
 
 
 def public_names() -> set[str]:
-    """Public names of `Posterior` besides torch's and besides the hooks that methods override."""
+    """Public names of `Posterior` besides torch's, the hooks that methods override, and submodules."""
     from torch import nn
 
     from dissensus.core.posterior import Posterior
 
-    return {n for n in dir(Posterior) if not n.startswith("_") and not hasattr(nn.Module, n)} - overridden_hooks()
+    public = {n for n in dir(Posterior) if not n.startswith("_") and not hasattr(nn.Module, n)}
+    return public - overridden_hooks() - {"particles", "watchers"}
 
 
 def depth() -> int:

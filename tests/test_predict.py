@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import dissensus as ds
 import tiny
 from dissensus.core.predictive import RunningSummary
+from dissensus.engine import prediction_loop
 from dissensus.storage import blueprints
 from dissensus.training.validation import validation_nll
 from refusals import refuses
@@ -29,6 +30,66 @@ def test_a_loader_gives_what_one_batch_gives():
     torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
     assert torch.equal(found.targets, y)
     assert found.targets.dtype == y.dtype
+
+
+class CountsRows(nn.Module):
+    """Says, in its first output, how many rows it sees at once; `noise` adds some of its own."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.noise = nn.Linear(4, 3).double(), noise
+
+    def forward(self, x, other=None):
+        rows = torch.tensor([len(x), 0.0, 0.0], dtype=F64)
+        return self.linear(x if other is None else x + other) + rows + self.noise * torch.randn(len(x), 3, dtype=F64)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: ds.MAP(CountsRows()),
+    lambda: ds.DeepEnsemble([CountsRows() for _ in range(3)]),
+    lambda: ds.NodeBNN(CountsRows(), data_size=50, samples=3),
+    lambda: ds.MCDropout(nn.Sequential(nn.Dropout(0.5), CountsRows()), samples=4),
+    lambda: ds.MAP(CountsRows(noise=1.0)),
+    lambda: ds.DeepEnsemble([CountsRows(noise=1.0) for _ in range(3)]),
+])  # fmt: skip
+@pytest.mark.parametrize("order", [{}, {"shuffle": True, "seed": 1}])
+def test_rows_that_are_read_together_are_predicted_batch_by_batch(make, order):
+    """Each network sees the batches of the loader, in their order, and draws the same numbers."""
+    torch.manual_seed(0)
+    posterior, (x, y) = make(), tiny.points(50)
+    found = []
+    for plain in (False, True):
+        loader = ds.data.Batches(x, y, batch_size=3, **order)
+        torch.manual_seed(1)
+        found.append(ds.predict(posterior, list(loader) if plain else loader))
+    together, apart = found
+    assert torch.equal(together.member_means, apart.member_means)
+    assert torch.equal(together.targets, apart.targets)
+
+
+def test_rows_of_mappings_are_read_together():
+    (x, y), posterior = tiny.points(50), ds.DeepEnsemble([CountsRows() for _ in range(3)])
+    for given in ({"x": x}, {"x": x, "other": x}):
+        loader = ds.data.Batches(given, y, batch_size=3)
+        assert torch.equal(ds.predict(posterior, loader).member_means, ds.predict(posterior, list(loader)).member_means)
+
+
+def test_few_rows_are_read_together(monkeypatch):
+    """At most sixteen batches, and fewer of large inputs; a loader that changes its batches gives them one by one."""
+    read, (x, y) = [], tiny.points(50)
+    at = ds.data.Batches.at
+    monkeypatch.setattr(ds.data.Batches, "at", lambda self, rows: (read.append(len(rows)), at(self, rows))[1])
+    posterior = ds.MAP(CountsRows())
+    for size, augment, expected in (
+        (prediction_loop.SMALL, None, [32, 18]),
+        (4 * 2 * 2, None, [4] * 12 + [2]),
+        (1, None, [2] * 25),
+        (prediction_loop.SMALL, lambda x: x, [2] * 25),
+    ):
+        monkeypatch.setattr(prediction_loop, "SMALL", size)
+        read.clear()
+        ds.predict(posterior, ds.data.Batches(x, y, batch_size=2, augment=augment))
+        assert read == expected
 
 
 def test_weights_in_the_loader_are_passed_over():

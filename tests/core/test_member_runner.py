@@ -109,12 +109,13 @@ def test_rows_of_a_large_batch_are_those_of_small_ones():
 
 
 def frames(function) -> int:
-    """Calls of this library's own functions."""
+    """Calls of this library's own functions, and those by which torch looks for a module's attributes."""
     count = 0
 
     def seen(frame, event, _):
         nonlocal count
-        count += event == "call" and "dissensus" in frame.f_code.co_filename
+        code = frame.f_code
+        count += event == "call" and ("dissensus" in code.co_filename or code.co_name == "__getattr__")
 
     function()
     sys.setprofile(seen)
@@ -129,8 +130,8 @@ def test_a_prediction_of_one_input_takes_few_calls():
     """Times depend on the machine, calls do not: they are what such a prediction costs over its network."""
     x, networks = torch.randn(1, 4), [tiny.mlp() for _ in range(5)]
     few, several = ds.MAP(networks[0]).eval(), ds.DeepEnsemble(networks).eval()
-    assert frames(lambda: few.predict(x)) <= 85
-    assert frames(lambda: several.predict(x)) <= 145
+    assert frames(lambda: few.predict(x)) <= 100
+    assert frames(lambda: several.predict(x)) <= 165
 
 
 def test_a_training_step_of_one_network_takes_few_calls():
@@ -138,7 +139,7 @@ def test_a_training_step_of_one_network_takes_few_calls():
     counts = [
         frames(lambda n=n: ds.fit(posterior, [(x, y)] * n, epochs=1, progress=False, device="cpu")) for n in (10, 20)
     ]
-    assert (counts[1] - counts[0]) / 10 <= 230
+    assert (counts[1] - counts[0]) / 10 <= 195
 
 
 def network() -> nn.Module:

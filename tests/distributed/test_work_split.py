@@ -417,7 +417,8 @@ def test_functions_divided_over_ranks_say_what_they_say_in_one_process(names, si
                 assert torch.equal(found[5], wanted[5])
         here = [ran for _, ran, _ in ranks]  # (functions that ran for three batches, for one), of each rank
         if name != "noisy":
-            assert [*map(sum, zip(*here, strict=True))] == alone, name
+            # alone, three batches may be one run of each function
+            assert [*map(sum, zip(*here, strict=True))] == [3 * alone[1], alone[1]], name
         if name not in ("noisy", "uncut"):
             assert [one for _, one in here] == [*map(len, torch.arange(members).tensor_split(len(here)))], name
 

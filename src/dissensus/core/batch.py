@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from dissensus.utils.torch_private import version_of
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
 LABELS = ("labels", "label")  # entries of a mapping that are its targets
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
 PINNED = 2**26  # bytes of a tensor up to which it goes to a GPU through pinned memory, which torch keeps
 
 
@@ -34,15 +36,16 @@ class Batch(NamedTuple):
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-        tensors = (each if isinstance(each, Tensor) else as_tensor(each) for each in given[1:])
-        x, y, weight = batch = cls(convert_inputs(given[0]), *tensors)
+        x, y, weight = (*given, None)[:3]
+        x = x if isinstance(x, Tensor) else convert_inputs(x)
+        y = y if isinstance(y, Tensor) else as_tensor(y)
+        weight = weight if weight is None or isinstance(weight, Tensor) else as_tensor(weight)
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
         check_weight(weight)
         look(check_finite(x, anywhere=anywhere))
-        unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
-        return batch._replace(y=y.long()) if unsigned else batch
+        return cls(x, y.long() if y.dtype in UNSIGNED else y, weight)
 
     @property
     def size(self) -> int:
@@ -68,7 +71,7 @@ def split_labels(given: Any, labels: str | None = None, *, required: bool = Fals
 
     `labels`: None is "labels" or "label". `required`: whether a mapping without that entry is refused.
     """
-    if not isinstance(given, Mapping):
+    if isinstance(given, tuple) or not isinstance(given, Mapping):  # the quicker question first
         return given
     names = LABELS if labels is None else (labels,)
     if (name := next((each for each in names if each in given), None)) is not None:
@@ -151,6 +154,11 @@ def map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(one(value) for value in x)
 
 
+def split_rows(x: Inputs, count: int) -> list[Inputs]:
+    """x in parts of so many rows, the last of what is left."""
+    return [map_tensors(x, itemgetter(slice(i, i + count))) for i in range(0, count_examples(x), count)]
+
+
 def move_to_device(x: Inputs, device: torch.device) -> Inputs:
     """x on the device."""
     return map_tensors(x, lambda tensor: _move_tensor(tensor, device))
@@ -228,7 +236,7 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> float:
     """The largest value; raises if x has no tensor, or one, on the host or `anywhere`, with NaN or +∞ (masks use −∞)."""
     largest = -math.inf
     for tensor in _batched_tensors(x):
-        if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
+        if not (anywhere or tensor.is_cpu) or not tensor.is_floating_point() or not tensor.numel():
             continue
         if not (most := tensor.max().item()) < math.inf:  # NaN is the largest where there is one
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)

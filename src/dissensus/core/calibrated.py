@@ -23,7 +23,7 @@ from dissensus.numerics.hashing import fingerprint
 from dissensus.utils.checks import ListedAttributes, one_of
 from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.tensor_tree import SubmoduleCache
-from dissensus.utils.torch_private import buffers_of, children_of, parameters_of, unsaved_buffers, version_of
+from dissensus.utils.torch_private import buffers_of, children_of, parameters_of, submodule, unsaved_buffers, version_of
 
 log = logging.getLogger("dissensus")
 
@@ -120,7 +120,7 @@ class CalibratedModule(ListedAttributes, nn.Module):
 
     temperature: Tensor  # () logits are divided by it; saved with the state
     calibration: Calibration | None
-    particles: Particles
+    particles: Particles = submodule("particles")
     initial_network: dict[str, Any]  # the description of the network when the posterior was built
 
     def __init__(self) -> None:

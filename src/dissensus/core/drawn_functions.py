@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class DrawnFunctions(nn.Module, ABC):
     networks: int = 1  # number of networks; each has the same number of functions, in order
     particles: Particles  # the tensors of the functions
     seed: int = 0  # together with the tensors it determines the functions
+    # Whether a function given to `map_members` may run the network on several inputs in turn.
+    runs_parts: ClassVar[bool] = False
 
     @abstractmethod
     def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -80,15 +82,18 @@ class DrawnFunctions(nn.Module, ABC):
                 described = self.call_member(i, describe_outputs, x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
-    def describe(self, x: Inputs) -> tuple[Tensor, ...]:
-        """The likelihood's description of each function's outputs, each tensor (M, B, ...)."""
-        return self.map_members(describe_outputs, x)
+    def describe(self, *parts: Inputs) -> tuple[Tensor, ...]:
+        """The likelihood's description of each function's outputs, each tensor (M, B, ...); the network sees parts apart."""
+        if len(parts) == 1 or self.runs_parts:
+            return self.map_members(describe_outputs, *parts)
+        return tuple(torch.cat(each, 1) for each in zip(*map(self.describe, parts), strict=True))
 
 
 class MemberFunctions(DrawnFunctions):
     """The stored members themselves: the draw of every method that stores members."""
 
     ordinary: Callable[[nn.Module], nn.Module] | None
+    runs_parts = True
 
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
         """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
@@ -247,5 +252,6 @@ class Predictor(nn.Module):
         return {name: getattr(predictive, name) for name in MOMENTS}
 
 
-def describe_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
-    return member.likelihood.describe(batches.call_network(member.network, x))
+def describe_outputs(member: Member, *parts: Inputs) -> tuple[Tensor, ...]:
+    found = [member.likelihood.describe(batches.call_network(member.network, x)) for x in parts]
+    return found[0] if len(found) == 1 else tuple(map(torch.cat, zip(*found, strict=True)))

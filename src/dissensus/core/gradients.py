@@ -145,17 +145,22 @@ def can_train_in_place(posterior: Objective) -> bool:
     return whole and particles.exchange is ALONE and posterior.interaction != "couple"
 
 
-def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
-    """Gradients by the module's own parameters, so that nothing is put in their place."""
+def in_place_gradients(posterior: Objective, batch: Batch, *, write: bool = False) -> Gradients:
+    """Gradients by the module's own parameters, so that nothing is put in their place. `write`: as `.grad`, in its stead."""
     particles = posterior.particles
     params = particles.runner.own_tensors(particles.template)
     before, wanted = params.buffers, {name: each for name, each in params.items() if each.requires_grad}
 
     def run(*_: Any) -> Gradients:
+        for each in wanted.values() if write else ():  # a first attempt may have written some
+            each.grad = None
         with torch.enable_grad():
             value, _, after = posterior.member_loss(params, before, batch)
-        by = tuple(wanted.values())
-        found = torch.autograd.grad(value, by, allow_unused=True) if by and value.requires_grad else ()
+        found: tuple[Tensor | None, ...] = ()
+        if write and value.requires_grad:
+            torch.autograd.backward(value)
+        elif wanted and value.requires_grad:
+            found = torch.autograd.grad(value, tuple(wanted.values()), allow_unused=True)
         used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}
         return Gradients(value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()})
 

@@ -236,15 +236,15 @@ class Classification(Likelihood):
                 wanted = "soft labels ≥ 0 that sum to one over axis 1 (classes)"
                 raise ValueError(f"expected {wanted}, got others; normalise them (y.softmax(1))")
             return
-        self._clear |= space != [classes]
+        self._clear = self._clear or space != [classes]
         if not self._clear:
             advice = "return outputs[..., None] with targets y[..., None] if axis 1 holds the classes"
             got = f"{tuple(output_shape)}, perhaps (B, T, C); {advice}, else pass likelihood=Tokens()"
             raise ValueError(f"expected logits (B, C, T) with C ≠ T, got {got}")
-        if y.device.type != "cpu" or y.numel() == 0:
+        if not y.is_cpu or y.numel() == 0:
             return
         known = y.long() if self.ignore_index is None else y[y != self.ignore_index].long()
-        low, high = (int(end) for end in known.aminmax()) if known.numel() else (0, 0)
+        low, high = map(Tensor.item, known.aminmax()) if known.numel() else (0, 0)
         if low < 0 or high >= classes:
             bad = low if low < 0 else high
             hint = "relabel the classes, or pass Classification(ignore_index=...)"

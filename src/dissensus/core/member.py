@@ -35,7 +35,15 @@ from dissensus.utils.tensor_tree import (
     known_submodules,
     run_keeping_tensors,
 )
-from dissensus.utils.torch_private import forward_hooks_of, has_vmap_axis, in_vmap, is_transformed, pytree, version_of
+from dissensus.utils.torch_private import (
+    forward_hooks_of,
+    has_vmap_axis,
+    in_vmap,
+    is_transformed,
+    pytree,
+    submodule,
+    version_of,
+)
 
 log = logging.getLogger("dissensus")
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
@@ -47,6 +55,10 @@ class Member(nn.Module):
     They are one module so that one `functional_call` serves both. `latents`: tensors that belong to neither, such as
     variational means and deviations, without weight prior and weight decay; f reads them as `member.latents`.
     """
+
+    network: nn.Module = submodule("network")
+    likelihood: Likelihood = submodule("likelihood")
+    latents: nn.Module = submodule("latents")
 
     def __init__(self, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> None:
         super().__init__()

@@ -51,6 +51,7 @@ from dissensus.utils.tensor_tree import (
     named_tensors,
 )
 from dissensus.utils.torch_modes import set_mode
+from dissensus.utils.torch_private import submodule
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -65,6 +66,8 @@ class Particles(nn.Module):
     """
 
     exchange: Exchange = ALONE
+    own: nn.Module = submodule("own")
+    shared: nn.Module = submodule("shared")
 
     def __init__(
         self, *templates: Member, own: nn.Module, shared: nn.Module, members: int, frozen: Collection[str] = ()

@@ -1,6 +1,7 @@
 """Training rules: what a method may define about its training (optimisers, parameter groups, priors, hooks before a step)."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeGuard, Unpack, final
 
@@ -27,7 +28,7 @@ from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
 from dissensus.utils.tensor_tree import Tensors, known_submodules
-from dissensus.utils.torch_private import children_of
+from dissensus.utils.torch_private import submodule
 
 
 class Watchers(nn.ModuleList):
@@ -53,6 +54,7 @@ class TrainableModule(CalibratedModule):
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
     capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
     prior: Prior | None
+    watchers: Watchers = submodule("watchers")
     _with_prior: frozenset[str] | None  # computed when first needed
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
     # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
@@ -144,33 +146,30 @@ class TrainableModule(CalibratedModule):
 
         Call it after every `optimizer.step()` in your own training loop; `fit` calls it by itself.
         """
-        if not (recorders := self.recorders) and not len(self.watchers):
-            return self._count_step(optimizer)
-        with torch.no_grad():
+        recorders = self.recorders
+        with torch.no_grad() if recorders or len(self.watchers) else nullcontext():
             for recorder in recorders:
                 recorder.renew_weights()  # first: if it raises, the step is not counted
             for watcher in self.watchers:
                 watcher.observe(optimizer)
-            stepped = self._count_step(optimizer)
+            if stepped := has_stepped(self, optimizer):
+                self._count_step()
             for recorder in recorders if stepped else ():
                 recorder.observe(optimizer)
         return stepped
 
-    def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Counts a step if the optimiser has stepped."""
-        stepped = has_stepped(self, optimizer)
-        if stepped:
-            self.steps.add_(1)
-            if self.is_corrected:  # a user's loop that did not call `begin`
-                self.uncalibrate("training")
-        return stepped
+    def _count_step(self, *_: object) -> None:
+        """Counts a step of the optimiser; recorders do not see it."""
+        self.steps.add_(1)
+        if self.is_corrected:  # a user's loop that did not call `begin`
+            self.uncalibrate("training")
 
     def before_step(self, batch: Batch) -> None:
         """Called once, on the host, before the gradients of a batch are computed, by `fit`, `backward` and `loss`.
 
         For what a method counts in Python (batch sizes, steps). Evaluation does not call it.
         """
-        for watcher in children_of(self)["watchers"]:
+        for watcher in self.watchers:
             watcher.before_step(batch)
 
     def couple(self, z: Any) -> Any:

@@ -44,13 +44,13 @@ class AdaptiveStep:
         plans, device = posterior.particles.runner.plans, posterior.device
         key = request_key(posterior, batch, precision)
         # Not before the second batch: an optimiser makes its state at its first step, and not in a graph.
-        graph = known_pace(plans, key, loads=can_fuse_layers(posterior.particles.templates))
-        possible = [(graph, 1, self._prepare_graph)] if device.type == "cuda" else []
-        if may_compile(posterior) and not is_deterministic():
-            possible.append((known_pace(plans, key, compiles=True), 0, self._prepare_compiled))
-        for pace, first, prepare in possible:
-            if may_pay(pace, count):
-                self.ways.append((BreakEven(pace, device, count, first=first), prepare))
+        if device.type == "cuda":
+            graph = known_pace(plans, key, loads=can_fuse_layers(posterior.particles.templates))
+            if may_pay(graph, count):
+                self.ways.append((BreakEven(graph, device, count, first=1), self._prepare_graph))
+        compiled = known_pace(plans, key, compiles=True)
+        if may_pay(compiled, count) and may_compile(posterior) and not is_deterministic():
+            self.ways.append((BreakEven(compiled, device, count), self._prepare_compiled))
         self._use(plain_plan(posterior))
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -101,6 +101,7 @@ class AdaptiveStep:
         self.taken = plan.taken if plan.taken.alive else self.taken
         self.eager.strategy = plan.tried or make_strategy(plan.kind, compiled=plan.compiled, fused=plan.fused)
         self.captured = CapturedStep(self.eager) if plan.captured else None
+        self.eager.in_place = plan.kind == "loop" and not (plan.compiled or plan.captured)
         self._find_run()
 
     def _find_run(self) -> None:

@@ -400,7 +400,7 @@ class CapturedFunction(CapturedCalls):
 
     def __init__(
         self,
-        function: Callable[[Inputs], tuple[Tensor, ...]],
+        function: Callable[..., tuple[Tensor, ...]],
         drawn: DrawnFunctions,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
@@ -428,28 +428,37 @@ class CapturedFunction(CapturedCalls):
         held = chain(self.drawn.parameters(), self.drawn.buffers())
         return [each for each in held if type(each) in (Tensor, nn.Parameter)]
 
-    def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
-        """function(x)."""
-        tensors = batches.input_tensors(x)
-        devices = {tensor.device for tensor in tensors}
+    def __call__(self, *parts: Inputs) -> tuple[Tensor, ...]:
+        """function(x) of each part, joined; a function that is not compiled takes several."""
+        devices = {tensor.device for tensor in batches.input_tensors(parts[0])}
         if len(devices) != 1 or (device := devices.pop()).type != DEVICE:
             with self.context():
-                return self.function(x)
-        key = shape_key(tensors)
+                return self._run_parts(parts)
         # graphs and streams belong to the current device
         with torch.cuda.device(device), preserve_random_state(device):
             self._drop_if_changed()
-            way = self._way(key, device)
-            if way.is_settled:
-                return self._run(key, x)
-            way.begin_call()
-            if way.prepared_at is not None and key not in self.graphs and self.should_capture(key):
-                self._capture_graph(key, x, way)
-            found = self._run(key, x)
-            way.end_call(fast=key in self.graphs)
-            if way.is_settled and not (way.by_count or way.pace.saves):
-                self.graphs.pop(key, None)
-            return found
+            keys = [shape_key(batches.input_tensors(x)) for x in parts]
+            if all(self._way(key, device).is_settled and key not in self.graphs for key in dict.fromkeys(keys)):
+                with self.context():
+                    return self._run_parts(parts)
+            return _join_parts(
+                [self._run_part(key, x, self._way(key, device)) for key, x in zip(keys, parts, strict=True)]
+            )
+
+    def _run_parts(self, parts: Sequence[Inputs]) -> tuple[Tensor, ...]:
+        return self.function(*parts) if self.plain else _join_parts([self.function(x) for x in parts])
+
+    def _run_part(self, key: Hashable, x: Inputs, way: BreakEven) -> tuple[Tensor, ...]:
+        if way.is_settled:
+            return self._run(key, x)
+        way.begin_call()
+        if way.prepared_at is not None and key not in self.graphs and self.should_capture(key):
+            self._capture_graph(key, x, way)
+        found = self._run(key, x)
+        way.end_call(fast=key in self.graphs)
+        if way.is_settled and not (way.by_count or way.pace.saves):
+            self.graphs.pop(key, None)
+        return found
 
     def _run(self, key: Hashable, x: Inputs) -> tuple[Tensor, ...]:
         if (graph := self.graphs.get(key)) is not None:
@@ -549,6 +558,10 @@ class CapturedFunction(CapturedCalls):
         if self.weight_cache is not None and not self.weight_cache.is_fresh():
             raise RuntimeError("the network changes its weights")
         return found
+
+
+def _join_parts(found: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return found[0] if len(found) == 1 else tuple(torch.cat(each, 1) for each in zip(*found, strict=True))
 
 
 class _FirstMemberDone(Exception):

@@ -4,16 +4,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dissensus.core.posterior import Posterior
+from dissensus.utils.parameter_groups import count_optimizer_step
 from dissensus.utils.sharding import is_divided
+from dissensus.utils.torch_private import (
+    adam_kernels,
+    add_tensors,
+    has_step_hooks,
+    sgd_kernel,
+    subtract_tensors,
+)
+
+KERNELS = (SGD, Adam, AdamW)  # kinds with fused kernels
+FIXED = ("fused", "capturable", "differentiable", "amsgrad", "momentum", "decoupled_weight_decay")  # settings
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
     """Whether the optimiser's step can be part of a CUDA graph: torch's own, and classes with `skips = True`."""
-    return type(optimizer) in (SGD, Adam, AdamW) or getattr(optimizer, "skips", False)
+    return type(optimizer) in KERNELS or getattr(optimizer, "skips", False)
 
 
 def can_skip(optimizer: Optimizer) -> bool:
@@ -40,7 +51,7 @@ def use_fused_kernels(optimizer: Optimizer) -> Callable[[], None]:
     groups = [
         group
         for group in optimizer.param_groups
-        if type(optimizer) in (SGD, Adam, AdamW)
+        if type(optimizer) in KERNELS
         and group.get("fused") is None
         and group.get("foreach") is None
         and not group.get("differentiable")
@@ -67,6 +78,83 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
             group["lr"] = float(group["lr"])
 
     return restore
+
+
+class FusedStep:
+    """`optimizer.step()` of fused SGD, Adam and AdamW by their kernels alone: what torch does around them takes longer.
+
+    The first step is torch's, which makes the states, and so is each that hooks, a profile or other settings ask more of.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.groups: list[_FusedGroup] = []
+        self.held: list[Any] = []  # whose ids `known` has
+        # what they were found for; None: all steps are torch's
+        self.known: list[Any] | None = [] if type(optimizer) in KERNELS else None
+
+    def __call__(self) -> None:
+        optimizer = self.optimizer
+        if self.known is None:
+            optimizer.step()
+            return
+        found = self.groups if self.known == self._facts() and not has_step_hooks(optimizer, known=1) else []
+        gradients = [[each.grad for each in group.trained] for group in found]
+        if not found or any(each is None for row in gradients for each in row):
+            optimizer.step()
+            self.groups = [_FusedGroup(each, optimizer) for each in optimizer.param_groups]
+            self.held = [optimizer.state, *(each["params"] for each in optimizer.param_groups)]
+            self.known = self._facts() if all(each.is_simple for each in self.groups) else None
+            return
+        flag = getattr(optimizer, "found_inf", None)
+        with torch.no_grad():
+            for group, row in zip(found, gradients, strict=True):
+                if row:
+                    group.step(row, flag)
+        count_optimizer_step(optimizer)
+
+    def _facts(self) -> list[Any]:
+        """What must not change: states and settings, and which tensors have no gradient."""
+        now, facts = self.optimizer, list[Any]()
+        for group in now.param_groups:
+            facts += id(group), id(group["params"]), len(group["params"]), *map(group.get, FIXED)
+        idle = [each.grad is None for group in self.groups for each in group.idle]
+        return [id(now.state), len(now.state), *facts, *idle]
+
+
+class _FusedGroup:
+    """A parameter group, its tensors with a gradient, their states, and those without."""
+
+    def __init__(self, settings: dict[str, Any], optimizer: Optimizer) -> None:
+        self.settings, self.is_adam = settings, type(optimizer) is not SGD
+        self.trained = [each for each in settings["params"] if each.grad is not None]
+        self.idle = [each for each in settings["params"] if each.grad is None]
+        held = [optimizer.state.get(each, {}) for each in self.trained]
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step") if self.is_adam else ("momentum_buffer",)
+        self.states = [[each[name] for each in held if each.get(name) is not None] for name in names]
+        kinds = {(each.device, each.dtype, each.grad.layout, is_divided(each)) for each in self.trained}
+        plain = all(kind[2:] == (torch.strided, False) for kind in kinds) and len(kinds) < 2
+        numbers = (settings["lr"], *settings.get("betas", ()))
+        fused = settings.get("fused") and not any(isinstance(each, Tensor) for each in numbers)
+        whole = all(len(each) in (0, len(held)) for each in self.states) and len(self.states[-1]) >= self.is_adam * len(
+            held
+        )
+        self.is_simple = fused and plain and whole
+
+    def step(self, gradients: list[Any], flag: Tensor | None) -> None:
+        """A step of its tensors, but not if the flag is set."""
+        now, flag = self.settings, None if flag is None else flag.to(self.trained[0].device)
+        how = {"lr": now["lr"], "weight_decay": now["weight_decay"], "maximize": now["maximize"], "found_inf": flag}
+        if not self.is_adam:
+            how |= {name: now[name] for name in ("momentum", "dampening", "nesterov")}
+            sgd_kernel(self.trained, gradients, *self.states, is_first_step=False, grad_scale=None, **how)
+            return
+        (*moments, steps), (beta1, beta2) = self.states, now["betas"]
+        how |= {"beta1": beta1, "beta2": beta2, "eps": now["eps"], "amsgrad": now["amsgrad"], "grad_scale": None}
+        add_tensors(steps, 1)
+        adam_kernels[now["decoupled_weight_decay"]](self.trained, gradients, *moments, steps, **how)
+        if flag is not None:
+            subtract_tensors(steps, [flag] * len(steps))
 
 
 def _change_settings(optimizer: Optimizer, groups: list[dict[str, Any]], **settings: bool) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import cached_property, partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
-from dissensus.core.batch import convert_inputs, count_examples, split_labels
+from dissensus.core.batch import convert_inputs, count_examples, input_tensors, split_labels
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.trainable import connected_mesh
 from dissensus.utils.arrays import is_array
@@ -111,6 +112,24 @@ class Loader:
     def has_separable_rows(self) -> bool:
         """Whether a row is the same without the others of its batch: see `ds.data.Batches.divisible`."""
         return bool(getattr(self.given, "divisible", False))
+
+    @property
+    def batch_rows(self) -> int:
+        """Number of rows of a batch, of which the last may have fewer; its rows must be separable."""
+        return int(self.given.batch_size)
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of the inputs of a row, which must be separable."""
+        tensors = input_tensors(self.given.x)
+        return max(1, sum(each.numel() for each in tensors) // max(1, len(tensors[0])))
+
+    def joined_batches(self, count: int) -> Iterator[Any]:
+        """The rows of so many batches at once; they must be separable."""
+        rows = iter(self.given.rows())
+        while several := [*islice(rows, count)]:
+            ends = range(several[0][0], several[-1][-1] + 1) if isinstance(several[0], range) else torch.cat(several)
+            yield self.given.at(ends)
 
     @property
     def row_counts(self) -> tuple[int, int] | None:

@@ -35,6 +35,7 @@ log = logging.getLogger("dissensus")
 
 PredictionPrecision = Literal["float32", "bf16"]
 LITTLE = 2**26  # numbers
+TOGETHER, SMALL = 16, 2**23  # batches that are read at once, and how many numbers they may have
 BEHIND = 16  # batches, where the user's code does not run between them
 
 
@@ -160,11 +161,16 @@ class FixedDraw:
             self.posterior.check_inputs(x)
         return x
 
-    def describe_local(self, x: Inputs, *, outputs: bool = False) -> tuple[Tensor, ...]:
-        """What the functions that run here say of x; `outputs`: after their raw outputs."""
-        function = self._everything if outputs else self._describe
+    def describe_local(self, x: Inputs, *, outputs: bool = False, rows: int | None = None) -> tuple[Tensor, ...]:
+        """What the functions that run here say of x; `outputs`: after their raw outputs; `rows`: that they see at a time."""
+        function = (self._everything if outputs else self._describe)(self.portion.local_functions)
         with batches.UnchangedInputs(x):
-            return function(self.portion.local_functions)(x)
+            if rows is None or rows >= batches.count_examples(x):
+                return function(x)
+            parts = batches.split_rows(x, rows)
+            if not self.posterior.network_is_random:
+                return function(*parts)
+            return tuple(torch.cat(each, 1) for each in zip(*map(function, parts), strict=True))  # in the usual order
 
     def correct_members(self, predictive: Predictive, first: int = 0) -> tuple[Predictive, Tensor]:
         """(prediction of these members through the correction, their maxima for `check_diverged`)."""
@@ -206,18 +212,24 @@ def predict_loader(
     keeps_weights: bool = True,
     labelled: bool = False,
     as_mixture: bool = True,
+    joined: bool = False,
 ) -> Iterator[tuple[Batch, Predictive]]:
     """(batch, predictive of all members, or their summary) of one batch after the other, by all processes on a mesh.
 
     Targets are on the posterior's device. `keeps_weights`: that the user's code, which may change weights, does not run between
     batches. `labelled`: whether targets must fit the network's outputs. `as_mixture`: False leaves out the calibration of the
-    mixture, for a caller that adds members up.
+    mixture, for a caller that adds members up. `joined`: whether the rows of small batches may come together; networks see
+    each batch alone.
     """
     draw = FixedDraw(posterior, precision, compiled=compiled, keeps_weights=keeps_weights, count=loader.length)
     # On a mesh an error must come with its batch, so that all processes raise it.
     at_once = draw.device.type != "cuda" or connected_mesh(posterior) is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
-    prediction = _BatchPrediction(draw, late, one_at_a_time)
+    given: Iterable[Any] = loader
+    rows = loader.batch_rows if joined and loader.has_separable_rows and connected_mesh(posterior) is None else None
+    if rows is not None:
+        given = loader.joined_batches(max(1, min(TOGETHER, SMALL // (rows * loader.row_size))))
+    prediction = _BatchPrediction(draw, late, one_at_a_time, rows)
 
     def check(batch: Batch) -> Batch:
         if labelled:
@@ -226,7 +238,7 @@ def predict_loader(
 
     with prediction.run_in_loop() if one_at_a_time else nullcontext():
         work = prediction.predict_members if keep_members else prediction.predict_summary
-        read = map(check, posterior.read(loader, anywhere=at_once))
+        read = map(check, posterior.read(given, anywhere=at_once))
         for batch, found in draw.run_batches(work, read, draw.device):
             late.end_batch()
             batch = batch._replace(y=batches.move_to_device(batch.y, draw.device))
@@ -235,15 +247,18 @@ def predict_loader(
 
 
 class _BatchPrediction:
-    """Predicts batches with a draw and checks them, now or late. `one_at_a_time`: functions run one after the other."""
+    """Predicts batches with a draw and checks them, now or late. `one_at_a_time`: functions run one after the other.
 
-    def __init__(self, draw: FixedDraw, late: "LateChecks", one_at_a_time: bool) -> None:
-        self.draw, self.late, self.one_at_a_time = draw, late, one_at_a_time
+    `rows`: that a network sees at a time, if not all of a batch.
+    """
+
+    def __init__(self, draw: FixedDraw, late: "LateChecks", one_at_a_time: bool, rows: int | None) -> None:
+        self.draw, self.late, self.one_at_a_time, self.rows = draw, late, one_at_a_time, rows
 
     def predict_members(self, batch: Batch) -> Predictive:
         """The prediction of all members."""
         draw, x = self.draw, self._check_and_move(batch.x)
-        described = draw.portion.gather_tensors(lambda: draw.describe_local(x))
+        described = draw.portion.gather_tensors(lambda: draw.describe_local(x, rows=self.rows))
         return self._correct_and_check(draw.drawn.likelihood.predictive(*described), 0)
 
     def predict_summary(self, batch: Batch) -> Predictive:

@@ -6,7 +6,7 @@ of batch statistics and clock; the host reads the flag once per epoch. Either wa
 good step. "Bad" means: not finite. `CapturedStep` replays the whole step, the method's clock included, from a CUDA graph.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,13 +15,20 @@ from torch import Tensor
 
 from dissensus.core.batch import Batch, input_tensors
 from dissensus.core.divergence import Diverged, has_nonfinite_norm, largest_magnitudes
-from dissensus.core.gradients import Strategy, add_gradients, automatic_gradients, compute_gradients
+from dissensus.core.gradients import (
+    Strategy,
+    add_gradients,
+    automatic_gradients,
+    can_train_in_place,
+    compute_gradients,
+    in_place_gradients,
+)
 from dissensus.core.likelihood import expand_weight
 from dissensus.core.member_runner import NOTHING
 from dissensus.core.posterior import Posterior
 from dissensus.core.weights import Recorder
 from dissensus.engine.cuda_graphs import CapturedCalls, Graph, NotConstant, for_graph, shape_key
-from dissensus.engine.fast_optimisers import can_be_captured, can_skip, make_capturable, use_fused_kernels
+from dissensus.engine.fast_optimisers import FusedStep, can_be_captured, can_skip, make_capturable, use_fused_kernels
 from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
 from dissensus.utils.parameter_groups import clip_members, count_optimizer_step
 from dissensus.utils.sharding import local_part
@@ -46,7 +53,8 @@ class EagerStep:
         self.clip, self.precision, self.accumulate = clip, precision, accumulate
         self.pending = 0  # batches accumulated since the last step
         self.accumulated_weight = torch.zeros(())  # total weight of their examples
-        self._restore = use_fused_kernels(optimizer)
+        self.in_place = False  # whether a member that is the caller's module may train in it
+        self._restore, self._step_optimizer = use_fused_kernels(optimizer), FusedStep(optimizer)
         self._trained = list(posterior.parameters())  # found once: it takes as long as a small layer
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
@@ -94,10 +102,16 @@ class EagerStep:
 
     def _run_batch(self, batch: Batch, number: int) -> Tensor:
         """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
+        in_place = self.in_place and self.accumulate == 1 and can_train_in_place(self.posterior)
         with NOTHING if self.precision is None else autocast(self.posterior.device, self.precision):
-            found = compute_gradients(self.posterior, batch, self.strategy, self.guard.check_unmixed)
-        share = self._weight_fraction(batch, number, found.losses.dtype)
-        add_gradients(self.guard.weights, found.gradients, share=share)
+            if in_place:  # `fit` has locked the network, and asked what `compute_gradients` asks
+                with self.posterior.particles.runner.run_context():
+                    found = in_place_gradients(self.posterior, batch, write=True)
+            else:
+                found = compute_gradients(self.posterior, batch, self.strategy, self.guard.check_unmixed)
+        if not in_place:
+            share = self._weight_fraction(batch, number, found.losses.dtype)
+            add_gradients(self.guard.weights, found.gradients, share=share)
         # Of the only batch of a step, what was found on the way is what is in `.grad`.
         known = found.largest if self.accumulate == 1 else None
         self.guard.check_values(found.losses, complete=number == self.accumulate, known=known)
@@ -121,7 +135,7 @@ class EagerStep:
         if self.clip is not None:
             clip_members(self.posterior.particles, self.clip)
         with self.guard.skip_bad_step():
-            self.optimizer.step()
+            self._step_optimizer()
         if observe:
             self.guard.observe()
 
@@ -166,7 +180,13 @@ class Guard:
         self._saved_buffers: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
         self._chunks = Chunks()  # of the gradients that recorders read
-        self._finite_names = {what: self._names_of_finite(tensors) for what, tensors in self._checked_tensors().items()}
+        checked = self._checked_tensors()
+        known = not has_nonfinite_norm([each for tensors in checked.values() for each in tensors.values()])
+        # names of tensors that are finite now: others, such as masks of −∞, are not checked later
+        self._finite_names = {
+            what: {name for name, tensor in tensors.items() if known or bool(tensor.isfinite().all())}
+            for what, tensors in checked.items()
+        }
 
     def begin(self, *, several: bool) -> None:
         """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
@@ -187,23 +207,22 @@ class Guard:
 
         `known`: (M,) the largest values of members' own gradients, if somebody has looked: these are not read again then.
         """
-        gradients = {n: g for n, p in self.weights.items() if (g := p.grad) is not None} if complete else {}
-        particles = self.posterior.particles
+        held = {n: g for n, p in self.weights.items() if (g := p.grad) is not None} if complete else {}
+        particles, exchange = self.posterior.particles, self.posterior.particles.exchange
         if known is not None:
             own = particles.own_parameters()
-            gradients = {name: each for name, each in gradients.items() if name not in own}
+            held = {name: each for name, each in held.items() if name not in own}
         if particles.divided:
-            gradients = {name: local_part(gradient) for name, gradient in gradients.items()}
-        exchange = particles.exchange
+            held = {name: local_part(gradient) for name, gradient in held.items()}
         if self.checks_at_once:
-            given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
+            given = [*(each for each in (losses, known) if each is not None), *held.values()]
             _flag_not_finite(given, self.halted, self._one)
             if exchange.any_process(self.halted.item() > 0):
-                self._record_faults(losses, gradients, known)
+                self._record_faults(losses, held, known)
                 self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
         else:
-            self._record_faults(losses, gradients, known)
+            self._record_faults(losses, held, known)
             self.halted.copy_(self.bad.any())
             exchange.reduce_flag(self.halted)
 
@@ -249,7 +268,7 @@ class Guard:
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
         if self.checks_at_once:
-            self.posterior.observe(self.optimizer)
+            self._observe()
             return
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
@@ -257,10 +276,15 @@ class Guard:
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
         with self.skip_bad_step():
-            self.posterior.observe(self.optimizer)
+            self._observe()
             lost = self.halted.to(torch.int64)
             for clock in clocks:
                 clock.sub_(lost)
+
+    def _observe(self) -> None:
+        # Without recorders and watchers, only steps are counted, and here it is known that there was one.
+        alone = len(self._clocked) == 1 and not self._recorders
+        (self.posterior._count_step if alone else self.posterior.observe)(self.optimizer)
 
     def check(self) -> None:
         """Raises Diverged if a GPU has skipped bad steps, or if tensors are not finite."""
@@ -325,12 +349,6 @@ class Guard:
             for what, tensors in kinds.items()
         }
 
-    def _names_of_finite(self, tensors: Tensors) -> set[str]:
-        """Names of tensors that are finite now. Others, such as masks of −∞, are not checked later."""
-        if not has_nonfinite_norm(list(tensors.values())):
-            return set(tensors)
-        return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
-
 
 def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
     """`values`, or `before` if the flag is set, in few kernels for any number of tensors."""
@@ -345,13 +363,12 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
     return chosen
 
 
-def _flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
+def _flag_not_finite(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it."""
     # One kernel for all tensors of a dtype, as in torch's GradScaler, which also multiplies them by `one`, without waiting.
-    with torch.no_grad():
-        for dtype in {tensor.dtype for tensor in tensors}:
-            given = [tensor for tensor in tensors if tensor.dtype == dtype]
-            unscale_tensors(given, flag, one)
+    dtypes = {tensor.dtype for tensor in tensors}
+    for dtype in dtypes:
+        unscale_tensors([each for each in tensors if each.dtype == dtype] if len(dtypes) > 1 else tensors, flag, one)
 
 
 class CapturedStep(CapturedCalls):

@@ -112,7 +112,7 @@ class ListedAttributes:
             except AttributeError:
                 if name[0] == "_":  # which torch and copy look for
                     raise AttributeError(f"{type(self).__name__} has no attribute {name!r}") from None
-                public = [each for each in dir(self) if each[0] != "_"]
+                public = [each for each in dict.fromkeys(dir(self)) if each[0] != "_"]
                 ours = [each for each in public if not hasattr(nn.Module, each)]
                 metric = difflib.get_close_matches(name, vars(self).get("metrics", ()), n=1)
                 hint = f"use .metrics[{metric[0]!r}]" if metric else self._attribute_hints.get(name, "")

@@ -156,11 +156,12 @@ def check_rates(optimizer: Any) -> None:
 
 
 def count_optimizer_step(optimizer: Optimizer, *_: object) -> None:
-    """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
-    if held := _optimizer_tensors(optimizer):
-        counter = _steps.get(_step_key(held))
+    """Counts a step of any optimiser in the process; called by torch, and where a step is not torch's own."""
+    first = next((each for group in optimizer.param_groups for each in group["params"]), None)
+    if first is not None:
+        counter = _steps.get(key := _step_key(first))
         if counter is None:  # slow to write, so what is there is a list, which is changed
-            _steps[_step_key(held)] = counter = [0]
+            _steps[key] = counter = [0]
         counter[0] += 1
 
 
@@ -179,15 +180,15 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
         _shown[posterior] = weakref.ref(optimizer), (before := [])
     held = _optimizer_tensors(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
-    now = [_steps.get(_step_key(held), (0,))[0], *[version_of(each) for each in held]]
+    now = [_steps.get(_step_key(held[0]), (0,))[0], *[version_of(each) for each in held]]
     stepped = now[0] > 0 if new else now != before
     before[:] = now  # in place: the dictionary is slow to write
     return stepped or all(each.grad is None for each in held)
 
 
-def _step_key(held: list[Tensor]) -> Tensor:
+def _step_key(first: Tensor) -> Tensor:
     # Of one that processes have parts of the part: torch cannot move a module with a weak reference to the tensor itself.
-    return getattr(held[0], LOCAL_TENSOR, held[0])
+    return getattr(first, LOCAL_TENSOR, first)
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -10,18 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, distributed, nn
 from torch._C import _functorch as functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch._utils import _flatten_dense_tensors as flatten_all, _unflatten_dense_tensors as unflatten_all
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm, _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +39,9 @@ tensor_without_memory = Tensor._make_wrapper_subclass
 # One operation on many tensors
 add_products, add_tensors, copy_tensors = torch._foreach_addcmul_, torch._foreach_add_, torch._foreach_copy_
 tensor_norms, unscale_tensors = torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_
+subtract_tensors = torch._foreach_sub_
+adam_kernels: dict[bool, Any] = {False: torch._fused_adam_, True: torch._fused_adamw_}  # by "decoupled_weight_decay"
+sgd_kernel = torch._fused_sgd_
 
 # What a module has registered, by name: the dictionaries themselves. `attrgetter` is fast, but no compiler follows it.
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
@@ -46,20 +49,18 @@ buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 tensors_of: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter("_parameters", "_buffers")
 unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-forward_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(*HOOKS[:2])
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = attrgetter(*(f"_global{name}" for name in HOOKS))(torch.nn.modules.module)
+forward_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter("_forward_pre_hooks", "_forward_hooks")
 
 # Of a tensor: how often it was written in place, which inference tensors do not know; the hooks of its gradient, or None;
-# whether it has memory, as a row of several gradients at once has not; the name of its part in this process
+# the name of its part in this process
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 gradient_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
-has_memory = torch._C._has_storage
 LOCAL_TENSOR = "_local_tensor"
 
 outside_transforms = torch._C._DisableFuncTorch  # inside, tensors outlive the function transforms around
 unseen_by_function_modes = torch._C.DisableTorchFunction  # inside, no function mode sees what is called
 free_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+profiles: Callable[[], bool] = torch._C._autograd._profiler_enabled
 will_run = torch._C._will_engine_execute_node  # whether the backward pass that runs now will reach a node
 
 # How the innermost level of functorch is closed. Its own function for all of them closes one too many in torch 2.11.
@@ -93,9 +94,16 @@ def named_registries(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     return [(path, each) for path, part in parts for each in (part._parameters, part._buffers) if each]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something runs before or after the module's forward or backward pass."""
-    return any(attrgetter(*HOOKS)(module)) or any(GLOBAL_HOOKS)
+def submodule(name: str) -> Any:
+    """A property, the submodule of this name: torch's own look-up takes ten times as long."""
+
+    def find(module: nn.Module) -> Any:
+        try:
+            return module._modules[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    return property(final(find))
 
 
 def copy_with(module: Any, buffers: Mapping[str, Tensor], children: Mapping[str, nn.Module | None]) -> Any:
@@ -180,22 +188,6 @@ def run_in_vmap(one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], 
         functorch._vmap_decrement_nesting()
 
 
-def unwrap_innermost_vmap(*tensors: Tensor | None) -> tuple[list[tuple[Any, Any]], int] | None:
-    """([(tensor without the innermost vmap, its hidden axis)], the vmap's level); None if the innermost is no vmap."""
-    top: Any = functorch.peek_interpreter_stack()
-    if top is None or top.key() != functorch.TransformType.Vmap:
-        return None
-    level = top.level()
-    return [(None, None) if each is None else functorch._unwrap_batched(each, level) for each in tensors], level
-
-
-def run_outside_vmap(function: Callable[[], Tensor], level: int) -> Tensor:
-    """What the function gives outside of the innermost vmap, of this level; its first axis is then vmap's."""
-    with temporarily_pop_interpreter_stack():
-        found = function()
-    return functorch._add_batch_dim(found, 0, level)
-
-
 def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) with vmap's axis and the first axis as one: function must act on each row separately."""
     from torch._functorch import predispatch
@@ -212,6 +204,17 @@ def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., An
     made = FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def has_step_hooks(optimizer: Any, known: int) -> bool:
+    """Whether something takes part in the optimiser's step, besides so many hooks of all optimisers after it."""
+    own = (
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or hasattr(optimizer, "grad_scale")
+    )
+    step = vars(optimizer).get("step")  # torch's schedules put one there that only notes that it was called
+    changed = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    others = _global_optimizer_pre_hooks or len(_global_optimizer_post_hooks) > known
+    return bool(own or changed or others or profiles())
 
 
 def in_backward_pass() -> bool:
