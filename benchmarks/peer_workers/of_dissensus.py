@@ -35,7 +35,7 @@ def fitted(case: Case, posterior, optimizer, compared: bool = True) -> Prepared:
 
 
 def predict(case: Case, posterior=None) -> Prepared:  # type: ignore[no-untyped-def]
-    posterior = posterior or posterior_of(case).to(case.device)
+    posterior = (posterior or posterior_of(case)).to(case.device).eval()  # as after training
     batches = case.batches()
     return (
         case.seconds(lambda: ds.predict(posterior, batches).mean, "prediction"),
@@ -44,8 +44,11 @@ def predict(case: Case, posterior=None) -> Prepared:  # type: ignore[no-untyped-
 
 
 def one(case: Case, posterior=None) -> Prepared:  # type: ignore[no-untyped-def]
-    posterior, x = posterior or posterior_of(case).to(case.device), case.looked_at()
-    return case.seconds(lambda: posterior.predict(x[:1]).mean, "prediction of one"), lambda: posterior.predict(x).mean
+    """Of trained networks as a service calls them; of those that draw functions by `predict`, which draws them anew."""
+    known = (posterior or posterior_of(case)).to(case.device).eval()
+    predictor, x = known.predictor(), case.looked_at()
+    call = (lambda: predictor(x[:1])["mean"]) if posterior is None else (lambda: known.predict(x[:1]).mean)
+    return case.seconds(call, "prediction of one"), lambda: known.predict(x).mean
 
 
 def dropout(case: Case):  # type: ignore[no-untyped-def]

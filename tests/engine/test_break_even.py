@@ -71,6 +71,20 @@ def test_what_was_measured_decides_in_the_next_run(monkeypatch) -> None:
     assert run_calls(monkeypatch, 2, told=True, fast=0.1, preparation=2.0, pace=pace) == pytest.approx(2.0)
 
 
+@pytest.mark.usefixtures("estimates")
+def test_what_is_loaded_once_pays_in_short_runs_that_recur(monkeypatch) -> None:
+    """Where a graph takes 2 and the first of the process 10 more, two thirds of 9 calls pay in the third run."""
+    monkeypatch.setattr(break_even, "_loaded", set())
+    monkeypatch.setattr(break_even, "CAPTURE", 2)
+    monkeypatch.setattr(break_even, "FIRST", 10.0)
+    pace = Pace(plain=1.0, launched=1.0)
+    seconds = [run_calls(monkeypatch, 9, told=True, fast=1 / 3, preparation=2.0, pace=pace) for _ in range(3)]
+    assert seconds == pytest.approx([9.0, 9.0, 5.0])
+    assert "graphs" in break_even._loaded
+    alone = Pace(plain=1.0, launched=1.0)  # of which none comes again
+    assert run_calls(monkeypatch, 2, told=True, fast=1 / 3, preparation=2.0, pace=alone) == 2.0
+
+
 def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
     waiting, busy = Pace(plain=1.0, launched=0.95), Pace(plain=1.0, launched=0.3)
     assert waiting.estimate()[0] > 3 * busy.estimate()[0]

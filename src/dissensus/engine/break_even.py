@@ -5,9 +5,10 @@ A run begins plainly. The fast way, a CUDA graph or compiled code, is prepared o
     calls left × seconds of a plain call × share saved  >  seconds of the preparation.
 
 If nobody knows how many calls are left, as many are expected as there have been: the run then takes at most about twice the
-time of the better choice. Share and preparation are estimated until a run has measured them; the posterior keeps what was
-measured for its next run on batches of this shape. Where loading the kernels of fused layers does not pay, a graph holds layers
-one by one. Times differ from run to run: where runs must be equal to the last bit, the number of calls decides.
+time of the better choice. What is loaded once per process, as the kernels of fused layers, must pay in this and later runs, of
+which as many are expected as there have been; a graph holds layers one by one where theirs do not. Share and preparation are
+estimated until a run has measured them; the posterior keeps what was measured for its next run on batches of this shape.
+Times differ from run to run: where runs must be equal to the last bit, the number of calls decides.
 """
 
 import logging
@@ -85,8 +86,7 @@ class Pace:
             saved = SAVED
         if self.compiles:  # anew in every run
             return saved, COMPILING
-        first = 0.0 if "graphs" in _loaded else FIRST
-        return saved, first + CAPTURE * self.launched if self.preparation is None else self.preparation
+        return saved, CAPTURE * self.launched if self.preparation is None else self.preparation
 
     def __str__(self) -> str:
         known = {"plain": self.plain, "fast": self.fast}
@@ -156,7 +156,8 @@ class BreakEven:
         prepares = self.stage == "plain" and known and self._pays_now()
         if prepares:
             self.stage, self.prepared_at = "preparing", self.calls
-            self.fused = self.by_count or self.count is None or self._fusing_pays
+            fusing_pays = pays(self._seconds_expected, SAVED_BY_FUSING, self._load_seconds)
+            self.fused = self.by_count or self.count is None or fusing_pays
         if self.stage in ("preparing", "measuring") or (self.calls == MEASURED and not self.by_count):
             self._wait()
             self.start = perf_counter()
@@ -198,10 +199,10 @@ class BreakEven:
         return LOADING * ("fused layers" not in _loaded) + TIMING * torch.backends.cudnn.benchmark
 
     @property
-    def _fusing_pays(self) -> bool:
-        """Whether their kernels pay; earlier runs count, since as many are expected to follow as there have been."""
+    def _seconds_expected(self) -> float:
+        """As `seconds_left`, and those of later runs, of which as many are expected as there have been."""
         calls = self.pace.calls - self.calls + 1
-        return pays(calls * (self.pace.plain or 0.0), SAVED_BY_FUSING, self._load_seconds)
+        return self.seconds_left if self.count is None else calls * (self.pace.plain or 0.0)
 
     def _pays_now(self) -> bool:
         if self.by_count:
@@ -209,9 +210,11 @@ class BreakEven:
         if self.calls <= self.first:
             return False
         saved, preparation = self.pace.estimate()
+        once = 0.0 if self.pace.compiles or "graphs" in _loaded else FIRST
         if self.count is None or not (self.pace.is_launching or self.pace.is_known):
-            preparation += self._load_seconds  # unfused, a graph saves nothing but launching
-        if pays(self.seconds_left, saved, preparation):
+            once += self._load_seconds  # unfused, a graph saves nothing but launching
+        every_run = pays(self.seconds_left, saved, preparation)
+        if every_run and pays(self._seconds_expected, saved, preparation + once):
             log.debug(
                 "the fast way pays: %s; calls left: %s", self.pace, "unknown" if self.count is None else self.count
             )
