@@ -135,7 +135,8 @@ class BreakEven:
         self.by_count = not pace.compiles and (is_deterministic() or getattr(_where, "by_count", False))
         self.calls = 0  # so far
         pace.calls += count or 0
-        self.stage = "plain"  # then "preparing", "measuring", "settled"
+        never = count is not None and count <= first
+        self.stage = "settled" if never else "plain"  # or "preparing", "measuring"
         self.start = 0.0
         self.prepared_at: int | None = None
         self.fused = True  # whether the fast way may fuse layers: not if their kernels do not pay in this run

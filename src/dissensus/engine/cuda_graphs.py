@@ -36,6 +36,7 @@ from dissensus.engine.break_even import BreakEven, is_deterministic, known_pace
 from dissensus.kernels.fused_norm import can_fuse_layers, fuse_layers
 from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
 from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.torch_modes import convolution_timing
 from dissensus.utils.torch_private import is_transformed, outside_transforms
 
 log = logging.getLogger("dissensus")
@@ -365,18 +366,11 @@ def _has_same_bits(a: Tensor, b: Tensor) -> bool:
         return alike and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
 
 
-@contextmanager
-def timed_convolutions(device: torch.device) -> Iterator[None]:
-    """Inside, cuDNN times its algorithms for every convolution of a shape that it meets for the first time."""
-    # It keeps the choice, also for graphs and for steps outside. Only on a GPU, and only if the user does not want
-    # deterministic results: two runs may choose algorithms that round differently.
-    cudnn, before = torch.backends.cudnn, torch.backends.cudnn.benchmark
+def timed_convolutions(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, cuDNN times its algorithms on a GPU, if the user wants that or does not want deterministic results."""
+    # It keeps the choice, also for graphs and for steps outside. Two runs may choose algorithms that round differently.
     wanted = device.type == "cuda" and not is_deterministic()
-    cudnn.benchmark = before or wanted
-    try:
-        yield
-    finally:
-        cudnn.benchmark = before
+    return convolution_timing(wanted or torch.backends.cudnn.benchmark)
 
 
 DEVICE = "cuda"  # "cpu" in tests with graphs that are none
@@ -436,11 +430,11 @@ class CapturedFunction(CapturedCalls):
                 return self._run_parts(parts)
         # graphs and streams belong to the current device
         with torch.cuda.device(device), preserve_random_state(device):
-            self._drop_if_changed()
             keys = [shape_key(batches.input_tensors(x)) for x in parts]
-            if all(self._way(key, device).is_settled and key not in self.graphs for key in dict.fromkeys(keys)):
+            if not self.graphs and all(self._way(key, device).is_settled for key in dict.fromkeys(keys)):
                 with self.context():
                     return self._run_parts(parts)
+            self._drop_if_changed()
             return _join_parts(
                 [self._run_part(key, x, self._way(key, device)) for key, x in zip(keys, parts, strict=True)]
             )
@@ -504,10 +498,10 @@ class CapturedFunction(CapturedCalls):
             return
         if self.places:  # how many batches come before the next change, nobody knows
             self.count = None
+            self.graphs.clear()
+            self.ways.clear()
+            self.occurrences.clear()
         self.places = places
-        self.graphs.clear()
-        self.ways.clear()
-        self.occurrences.clear()
         self.caches_weights = self.caches_weights and not (written and self.has_dropped_cache)
         self.has_dropped_cache |= written
         self.weight_cache = WeightCache(self.tensors) if self.caches_weights else None

@@ -64,6 +64,16 @@ def _has_plain_mode(part: nn.Module) -> bool:
 
 
 @contextmanager
+def convolution_timing(on: bool) -> Iterator[None]:
+    """Inside, cuDNN times its algorithms for every convolution of a shape that it meets for the first time, or never does."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, on
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
 def plain_attention() -> Iterator[None]:
     """Inside, attention runs without torch's inference fast path, which supports neither vmap nor hooks."""
     # The switch acts on the whole process, so networks with attention run under the process lock (`core/member_runner.py`).
