@@ -321,6 +321,25 @@ def test_a_graph_goes_when_weights_move_in_memory(keeps: bool) -> None:
     assert found == [False, True, True, False, True, True]
 
 
+@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.parametrize(("make", "at_once"), [
+    (lambda: ds.DeepEnsemble([tiny.mlp() for _ in range(2)]), True),
+    (lambda: ds.MCDropout(tiny.mlp(0.5), samples=3), False),
+    (lambda: ds.NodeBNN(tiny.mlp(), data_size=10, samples=3), False),
+])  # fmt: skip
+def test_functions_that_are_drawn_in_their_first_call_are_captured_after_it(make, at_once: bool, monkeypatch) -> None:
+    """What the host makes in a draw is not there in later calls, so that no graph could hold the call."""
+    known = break_even.Pace(plain=1.0, launched=1.0, fast=0.1, preparation=0.5)
+    monkeypatch.setattr(cuda_graphs, "known_pace", lambda *_, **__: known)
+    posterior = make()
+    drawn, found = posterior.draw(), []
+    captured = CapturedFunction(drawn.describe, drawn, lambda: inference_context(posterior), count=10)
+    for _ in range(3):
+        captured(torch.randn(5, 4))
+        found.append(bool(captured.graphs))
+    assert found == [at_once, True, True]
+
+
 @pytest.mark.usefixtures("graphs_from_the_second_call")
 def test_a_network_that_writes_to_its_weights_is_right_without_what_is_kept() -> None:
     class Writes(nn.Linear):

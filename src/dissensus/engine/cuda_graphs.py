@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, first_line
 from dissensus.engine.break_even import BreakEven, is_deterministic, known_pace
 from dissensus.kernels.fused_norm import can_fuse_layers, fuse_layers
@@ -465,7 +465,8 @@ class CapturedFunction(CapturedCalls):
             how = (self.half, self.compiled, self.caches_weights, str(device))
             pace = known_pace(self.drawn.particles.runner.plans, ("prediction", *how, key), loads=self._loads_kernels)
             count = None if self.ways else self.count  # the first shape's; others, as of a last batch, are rare
-            self.ways[key] = BreakEven(pace, device, count, first=0 if pace.is_known else 1)
+            at_once = pace.is_known and isinstance(self.drawn, MemberFunctions)  # others draw in their first call
+            self.ways[key] = BreakEven(pace, device, count, first=0 if at_once else 1)
         if self.failed or (len(self.graphs) == MOST_GRAPHS and key not in self.graphs):
             self.ways[key].settle()
         return self.ways[key]
