@@ -897,3 +897,25 @@ def test_what_a_gpu_predicts_late_is_what_it_predicts() -> None:
     nll = -members.logsumexp(0).sub(math.log(3)).gather(1, y[:, None])[:, 0]
     torch.testing.assert_close(evaluation.arrays["test/nll"], nll.double(), rtol=0, atol=1e-5)
     assert evaluation.metrics["cost/predict_ms"] > 0
+
+
+@pytest.mark.parametrize("make", [
+    lambda: ds.MAP(conv_net()),
+    lambda: ds.DeepEnsemble([conv_net() for _ in range(3)]),
+    lambda: ds.MCDropout(nn.Sequential(conv_net(), nn.Dropout(0.5), nn.Linear(5, 5)), samples=4),
+    lambda: ds.NodeBNN(conv_net(), data_size=96, samples=4),
+    lambda: ds.GaussianPerturbation(conv_net(), noise=0.1, samples=4),
+])  # fmt: skip
+def test_later_predictions_are_captured_too(make, monkeypatch, caplog):
+    """Once the fast way is known, a run prepares it as soon as it can, also of functions that are drawn anew."""
+    monkeypatch.setattr(cuda_graphs, "known_pace", break_even.known_pace)
+    posterior = make().cuda().eval()
+    loader = Batches(torch.randn(96, 3, 8, 8).cuda(), torch.zeros(96).long(), batch_size=16)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        found = [ds.predict(posterior, loader).mean for _ in range(4)]
+    assert not any("not captured" in line for line in caplog.messages)
+    paces = [each for each in posterior.draw().particles.runner.plans.values() if isinstance(each, break_even.Pace)]
+    if isinstance(posterior, (ds.MAP, ds.DeepEnsemble, ds.MCDropout)):  # others draw networks, whose plans are new
+        assert any(each.is_known for each in paces)
+    if isinstance(posterior, (ds.MAP, ds.DeepEnsemble)):
+        torch.testing.assert_close(found[-1], found[0], rtol=1e-5, atol=1e-6)

@@ -30,11 +30,14 @@ class Diverged(ValueError):
         return type(self), (self.members, self.step, self.what)  # how it is pickled for another process
 
 
-def has_nonfinite_norm(tensors: Sequence[Tensor]) -> bool:
+def may_be_nonfinite(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors may hold a value that is not finite; synchronises with the device."""
-    # One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
+    # One pass without a temporary: a sum or norm is not finite if an entry is not, but also if it overflows. On a CPU no
+    # norms: squares of small numbers, as of Adam's second moments, are too small for its fast arithmetic.
     given = [tensor.detach() for tensor in tensors if tensor.numel()]
-    return bool(given) and not math.isfinite(torch.stack(tensor_norms(given)).sum().item())
+    if all(tensor.is_cpu for tensor in given):
+        return not math.isfinite(sum(tensor.sum().item() for tensor in given))
+    return not math.isfinite(torch.stack(tensor_norms(given)).sum().item())
 
 
 @torch.no_grad()

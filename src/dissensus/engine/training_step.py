@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch, input_tensors
-from dissensus.core.divergence import Diverged, has_nonfinite_norm, largest_magnitudes
+from dissensus.core.divergence import Diverged, largest_magnitudes, may_be_nonfinite
 from dissensus.core.gradients import (
     Strategy,
     add_gradients,
@@ -181,7 +181,7 @@ class Guard:
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
         self._chunks = Chunks()  # of the gradients that recorders read
         checked = self._checked_tensors()
-        known = not has_nonfinite_norm([each for tensors in checked.values() for each in tensors.values()])
+        known = not may_be_nonfinite([each for tensors in checked.values() for each in tensors.values()])
         # names of tensors that are finite now: others, such as masks of −∞, are not checked later
         self._finite_names = {
             what: {name for name, tensor in tensors.items() if known or bool(tensor.isfinite().all())}
@@ -197,7 +197,7 @@ class Guard:
 
     def check_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
         """Checks gradients before mixing, which would spread one member's bad values to all."""
-        if self.checks_at_once and not has_nonfinite_norm(list(gradients.values())):
+        if self.checks_at_once and not may_be_nonfinite(list(gradients.values())):
             return
         mine = self._largest_values(gradients)[0]
         self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
@@ -295,7 +295,7 @@ class Guard:
         found = {what: {k: t for k, t in tensors.items() if k in names[what]} for what, tensors in checked.items()}
         exchange = self.posterior.particles.exchange
         everything = [tensor for part in found.values() for tensor in part.values()]
-        if not exchange.any_process(has_nonfinite_norm(everything)):
+        if not exchange.any_process(may_be_nonfinite(everything)):
             return
         for what, tensors in found.items():
             mine, common = (~size.isfinite() for size in self._largest_values(tensors))
