@@ -692,6 +692,7 @@ def test_the_default_optimizer_and_schedule_fit(build):
     history = ds.fit(posterior, [(x, y)], epochs=10, progress=False, engine="loop")
     factors = SCHEDULES.get(posterior.name, PLAIN)
     assert [epoch.lr for epoch in history.epochs] == pytest.approx([1e-3 * factor for factor in factors], rel=1e-9)
+    assert not any(part.training for part in posterior.modules())  # the functions that are stored at the end, too
 
 
 @few

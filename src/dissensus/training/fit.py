@@ -147,7 +147,7 @@ def fit(
             store.end_run(history, choice.best)
         choice.restore_best()
         history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
-        bar.note(plan.remark_on_loss(history, epochs), posterior.extra_repr())
+        bar.note(plan.remark_on_loss(history, epochs), posterior.eval().extra_repr())
         return history
 
 
