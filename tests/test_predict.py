@@ -74,6 +74,37 @@ def test_rows_of_mappings_are_read_together():
         assert torch.equal(ds.predict(posterior, loader).member_means, ds.predict(posterior, list(loader)).member_means)
 
 
+def _keep_first(self, x):
+    self.kept = x.mean(0) if self.kept is None else self.kept
+    return self.layer(x - self.kept)
+
+
+def _keep_previous(self, x):
+    self.kept = torch.tanh(self.layer(x) if self.kept is None else self.layer(x + self.kept.mean(0)[0]))
+    return self.kept
+
+
+def _take_five(self, x):
+    return self.layer(x.view(5, 4))
+
+
+@pytest.mark.parametrize("forward", [_keep_first, _keep_previous, _take_five])
+@pytest.mark.parametrize("members", [1, 3])
+def test_networks_see_rows_that_are_read_together_as_batches(forward, members):
+    """What a forward keeps in attributes goes after each batch, and no call has more rows than a batch."""
+    networks = [tiny.Network(forward, layer=nn.Linear(4, 3).double(), kept=None) for _ in range(members)]
+    posterior, (x, y) = ds.DeepEnsemble(networks), tiny.points(50)
+    loader = ds.data.Batches(x, y, batch_size=5)
+    assert torch.equal(ds.predict(posterior, loader).member_means, ds.predict(posterior, list(loader)).member_means)
+
+
+def test_a_transform_of_raw_inputs_sees_batches():
+    posterior, (x, y) = ds.MAP(tiny.mlp()), tiny.points(50)
+    posterior.inputs = lambda x: x - x.mean(0)
+    loader = ds.data.RawBatches(x, y, batch_size=5)
+    assert torch.equal(ds.predict(posterior, loader).mean, ds.predict(posterior, list(loader)).mean)
+
+
 def test_few_rows_are_read_together(monkeypatch):
     """At most sixteen batches, and fewer of large inputs; a loader that changes its batches gives them one by one."""
     read, (x, y) = [], tiny.points(50)

@@ -1,6 +1,8 @@
 """Steps by an optimiser's kernel alone beside the optimiser's own steps."""
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -110,6 +112,59 @@ def test_what_takes_part_in_a_step_is_called(kernels):
     optimizers[0].step = lambda: seen.append("instead")
     step()
     assert seen[-1] == "instead"
+
+
+@pytest.mark.parametrize("place", ["before the schedule", "after the schedule", "class"])
+def test_a_step_that_the_user_replaced_is_theirs(place, kernels, monkeypatch):
+    """Whether a schedule's wrapper is around it or within it, and also where it copies the wrapper's attributes."""
+    networks, optimizers = pair(Adam, {"lr": 0.01})
+    seen, optimizer = [], optimizers[0]
+
+    def counting(inner):
+        @functools.wraps(inner)
+        def counted(*given):
+            seen.append(inner)
+            return inner(*given)
+
+        return counted
+
+    if place == "class":
+        monkeypatch.setattr(Adam, "step", counting(Adam.step))
+    elif place == "after the schedule":
+        torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        optimizer.step = counting(optimizer.step)
+    else:
+        optimizer.step = types.MethodType(counting(Adam.step), optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    step = FusedStep(optimizer)
+    for _ in range(3):
+        run(networks, step, optimizers)
+    assert len(seen) == (6 if place == "class" else 3)
+    assert kernels == []
+
+
+@pytest.mark.parametrize(("kind", "settings", "names"), [
+    (SGD, {"lr": 0.1, "momentum": 0.9}, ["momentum_buffer"]),
+    (AdamW, {"lr": 0.01, "amsgrad": True}, ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]),
+])  # fmt: skip
+def test_states_that_the_user_replaces_count(kind, settings, names, kernels):
+    networks, optimizers = pair(kind, settings)
+    step = FusedStep(optimizers[0])
+    run(networks, step, optimizers)
+    run(networks, step, optimizers)
+    for name in names:  # another tensor in the place of each
+        for each in optimizers:
+            for state in each.state.values():
+                state[name] = torch.zeros_like(state[name])
+        run(networks, step, optimizers)
+    assert len(kernels) == 2 + 2 * len(names)
+    for each in optimizers:  # none at all for one weight
+        each.state[each.param_groups[0]["params"][0]] = {}
+    if kind is SGD:  # torch's own kernel takes all or none
+        for each in optimizers:
+            each.state.clear()
+    run(networks, step, optimizers)
+    assert len(kernels) == 2 + 2 * len(names)
 
 
 class Halved(SGD):

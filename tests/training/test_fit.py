@@ -575,3 +575,37 @@ def test_validation_is_finite_where_a_class_is_ruled_out_at_examples_that_do_not
     kept = labels != 255
     expected = -posterior.predict(x[kept]).log_prob(labels[kept]).mean()
     assert history.best.validation == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_only_what_the_posterior_trains_gets_gradients():
+    """Not inputs, nor what made them, nor a module that the network holds without registering it."""
+    made, outside, (x, y) = nn.Linear(4, 4).double(), nn.Linear(4, 3).double(), tiny.points(16)
+    held = [outside]
+    network = tiny.Network(lambda self, x: self.layer(x) + held[0](x), layer=nn.Linear(4, 3).double())
+    features = made(x)
+    ds.fit(ds.MAP(network), [(features[:8], y[:8]), (features[8:], y[8:])], epochs=2, progress=False)
+    leaf = x.clone().requires_grad_()
+    ds.fit(ds.MAP(network), [(leaf, y)], epochs=2, progress=False)
+    assert [each.grad for each in (*made.parameters(), *outside.parameters(), leaf)] == [None] * 5
+
+
+def test_a_watcher_that_comes_during_a_run_records_the_rest():
+    posterior = ds.MAP(tiny.mlp().double())
+
+    def track(epoch):
+        if epoch.epoch == 1:
+            ds.track(posterior, [ds.SWAG])
+
+    x, y = tiny.points(24)
+    ds.fit(posterior, [(x[:12], y[:12]), (x[12:], y[12:])], epochs=4, callback=track, progress=False)
+    assert int(posterior.watchers[0].steps) == 6
+
+
+def test_after_a_run_a_step_that_was_left_out_is_not_counted():
+    posterior = ds.MAP(tiny.mlp().double())
+    optimizer = SGD(posterior.parameters(), lr=0.1)
+    ds.fit(posterior, [tiny.points(12)], epochs=3, optimizer=optimizer, progress=False)
+    assert posterior.observe(optimizer) is False
+    optimizer.step()
+    assert posterior.observe(optimizer) is True
+    assert int(posterior.steps) == 4

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -154,9 +154,12 @@ def map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(one(value) for value in x)
 
 
-def split_rows(x: Inputs, count: int) -> list[Inputs]:
-    """x in parts of so many rows, the last of what is left."""
-    return [map_tensors(x, itemgetter(slice(i, i + count))) for i in range(0, count_examples(x), count)]
+def split_rows(x: Inputs, count: int | None) -> Iterator[Inputs]:
+    """x in parts of so many rows, the last of what is left; None: as it is."""
+    size = count_examples(x)
+    if count is None or count >= size:
+        return iter((x,))
+    return (map_tensors(x, itemgetter(slice(i, i + count))) for i in range(0, size, count))
 
 
 def move_to_device(x: Inputs, device: torch.device) -> Inputs:

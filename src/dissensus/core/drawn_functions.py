@@ -30,7 +30,7 @@ class DrawnFunctions(nn.Module, ABC):
     networks: int = 1  # number of networks; each has the same number of functions, in order
     particles: Particles  # the tensors of the functions
     seed: int = 0  # together with the tensors it determines the functions
-    # Whether a function given to `map_members` may run the network on several inputs in turn.
+    # Whether a function given to `map_members` may run the network on several inputs in turn, if that writes no attributes.
     runs_parts: ClassVar[bool] = False
 
     @abstractmethod
@@ -84,7 +84,7 @@ class DrawnFunctions(nn.Module, ABC):
 
     def describe(self, *parts: Inputs) -> tuple[Tensor, ...]:
         """The likelihood's description of each function's outputs, each tensor (M, B, ...); the network sees parts apart."""
-        if len(parts) == 1 or self.runs_parts:
+        if len(parts) == 1 or (self.runs_parts and not self.particles.may_write_attributes):
             return self.map_members(describe_outputs, *parts)
         return tuple(torch.cat(each, 1) for each in zip(*map(self.describe, parts), strict=True))
 

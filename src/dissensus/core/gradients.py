@@ -158,7 +158,7 @@ def in_place_gradients(posterior: Objective, batch: Batch, *, write: bool = Fals
             value, _, after = posterior.member_loss(params, before, batch)
         found: tuple[Tensor | None, ...] = ()
         if write and value.requires_grad:
-            torch.autograd.backward(value)
+            torch.autograd.backward(value, inputs=[*wanted.values()])
         elif wanted and value.requires_grad:
             found = torch.autograd.grad(value, tuple(wanted.values()), allow_unused=True)
         used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}

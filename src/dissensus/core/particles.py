@@ -349,6 +349,11 @@ class Particles(nn.Module):
         )
         return {**params, **row.own}, {**buffers, **row.buffers}
 
+    @property
+    def may_write_attributes(self) -> bool:
+        """Whether a network may write attributes in forward, which are restored after a call: it has foreign code or hooks."""
+        return any(self._forward_attributes[i].modules_to_watch(each) for i, each in enumerate(self.templates))
+
     def call_first(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(member, *args) of the first member; changes nothing."""
         return self.call(function, *self.member_tensors(0), *args)[0]

@@ -11,7 +11,7 @@ import re
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
@@ -291,7 +291,7 @@ class Posterior(TrainableModule, ABC):
         batches.check_input_names(particles.template.network, x)
         explained = explain_input_errors(x, particles)
         # No timing: training has another precision or memory format, so that it would be for nothing.
-        untimed = convolution_timing(False)
+        untimed = convolution_timing(False) if self.device.type == "cuda" else nullcontext()
         with inference_context(self), untimed, RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
             outputs: Tensor = particles.call_first(lambda member: batches.call_network(member.network, x))
             self.network_is_random |= watch.has_drawn

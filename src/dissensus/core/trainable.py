@@ -153,16 +153,12 @@ class TrainableModule(CalibratedModule):
             for watcher in self.watchers:
                 watcher.observe(optimizer)
             if stepped := has_stepped(self, optimizer):
-                self._count_step()
+                self.steps.add_(1)
+                if self.is_corrected:  # a user's loop that did not call `begin`
+                    self.uncalibrate("training")
             for recorder in recorders if stepped else ():
                 recorder.observe(optimizer)
         return stepped
-
-    def _count_step(self, *_: object) -> None:
-        """Counts a step of the optimiser; recorders do not see it."""
-        self.steps.add_(1)
-        if self.is_corrected:  # a user's loop that did not call `begin`
-            self.uncalibrate("training")
 
     def before_step(self, batch: Batch) -> None:
         """Called once, on the host, before the gradients of a batch are computed, by `fit`, `backward` and `loss`.

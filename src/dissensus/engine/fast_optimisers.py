@@ -10,13 +10,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from dissensus.core.posterior import Posterior
 from dissensus.utils.parameter_groups import count_optimizer_step
 from dissensus.utils.sharding import is_divided
-from dissensus.utils.torch_private import (
-    adam_kernels,
-    add_tensors,
-    has_step_hooks,
-    sgd_kernel,
-    subtract_tensors,
-)
+from dissensus.utils.torch_private import adam_kernels, add_tensors, has_step_hooks, sgd_kernel, subtract_tensors
 
 KERNELS = (SGD, Adam, AdamW)  # kinds with fused kernels
 FIXED = ("fused", "capturable", "differentiable", "amsgrad", "momentum", "decoupled_weight_decay")  # settings
@@ -100,56 +94,59 @@ class FusedStep:
             return
         found = self.groups if self.known == self._facts() and not has_step_hooks(optimizer, known=1) else []
         gradients = [[each.grad for each in group.trained] for group in found]
-        if not found or any(each is None for row in gradients for each in row):
+        states = [group.states(optimizer) for group in found]  # looked up anew: the user may have put others there
+        if not found or [each for lists in (gradients, *states) for row in lists for each in row if each is None]:
             optimizer.step()
             self.groups = [_FusedGroup(each, optimizer) for each in optimizer.param_groups]
-            self.held = [optimizer.state, *(each["params"] for each in optimizer.param_groups)]
+            self.held = [each["params"] for each in optimizer.param_groups]
             self.known = self._facts() if all(each.is_simple for each in self.groups) else None
             return
         flag = getattr(optimizer, "found_inf", None)
         with torch.no_grad():
-            for group, row in zip(found, gradients, strict=True):
+            for group, row, held in zip(found, gradients, states, strict=True):
                 if row:
-                    group.step(row, flag)
+                    group.step(row, held, flag)
         count_optimizer_step(optimizer)
 
     def _facts(self) -> list[Any]:
-        """What must not change: states and settings, and which tensors have no gradient."""
+        """What must not change: settings, and which tensors have no gradient."""
         now, facts = self.optimizer, list[Any]()
         for group in now.param_groups:
             facts += id(group), id(group["params"]), len(group["params"]), *map(group.get, FIXED)
         idle = [each.grad is None for group in self.groups for each in group.idle]
-        return [id(now.state), len(now.state), *facts, *idle]
+        return [*facts, *idle]
 
 
 class _FusedGroup:
-    """A parameter group, its tensors with a gradient, their states, and those without."""
+    """A parameter group, its tensors with a gradient, the names of their states, and those without."""
 
     def __init__(self, settings: dict[str, Any], optimizer: Optimizer) -> None:
         self.settings, self.is_adam = settings, type(optimizer) is not SGD
         self.trained = [each for each in settings["params"] if each.grad is not None]
         self.idle = [each for each in settings["params"] if each.grad is None]
-        held = [optimizer.state.get(each, {}) for each in self.trained]
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step") if self.is_adam else ("momentum_buffer",)
-        self.states = [[each[name] for each in held if each.get(name) is not None] for name in names]
+        unused = {"max_exp_avg_sq": not settings.get("amsgrad"), "momentum_buffer": not settings.get("momentum")}
+        self.names = [None if unused.get(name) else name for name in names]
         kinds = {(each.device, each.dtype, each.grad.layout, is_divided(each)) for each in self.trained}
         plain = all(kind[2:] == (torch.strided, False) for kind in kinds) and len(kinds) < 2
         numbers = (settings["lr"], *settings.get("betas", ()))
         fused = settings.get("fused") and not any(isinstance(each, Tensor) for each in numbers)
-        whole = all(len(each) in (0, len(held)) for each in self.states) and len(self.states[-1]) >= self.is_adam * len(
-            held
-        )
-        self.is_simple = fused and plain and whole
+        self.is_simple = fused and plain
 
-    def step(self, gradients: list[Any], flag: Tensor | None) -> None:
+    def states(self, optimizer: Optimizer) -> list[list[Any]]:
+        """Of each name, the states of all tensors with a gradient; an empty list for a name that is not used."""
+        held = [optimizer.state.get(each, {}) for each in self.trained]
+        return [[] if name is None else [each.get(name) for each in held] for name in self.names]
+
+    def step(self, gradients: list[Any], states: list[list[Any]], flag: Tensor | None) -> None:
         """A step of its tensors, but not if the flag is set."""
         now, flag = self.settings, None if flag is None else flag.to(self.trained[0].device)
         how = {"lr": now["lr"], "weight_decay": now["weight_decay"], "maximize": now["maximize"], "found_inf": flag}
         if not self.is_adam:
             how |= {name: now[name] for name in ("momentum", "dampening", "nesterov")}
-            sgd_kernel(self.trained, gradients, *self.states, is_first_step=False, grad_scale=None, **how)
+            sgd_kernel(self.trained, gradients, *states, is_first_step=False, grad_scale=None, **how)
             return
-        (*moments, steps), (beta1, beta2) = self.states, now["betas"]
+        (*moments, steps), (beta1, beta2) = states, now["betas"]
         how |= {"beta1": beta1, "beta2": beta2, "eps": now["eps"], "amsgrad": now["amsgrad"], "grad_scale": None}
         add_tensors(steps, 1)
         adam_kernels[now["decoupled_weight_decay"]](self.trained, gradients, *moments, steps, **how)

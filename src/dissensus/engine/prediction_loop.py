@@ -154,21 +154,19 @@ class FixedDraw:
         energies = None if outputs is None else -self.correction.correct_logits(outputs).double().logsumexp(2)
         return Answer(self.correction.correct_mixture(members), energies), maxima
 
-    def check_and_move(self, x: Inputs) -> Inputs:
-        """Inputs on the device, which the network takes."""
+    def check_and_move(self, x: Inputs, rows: int | None = None) -> Inputs:
+        """Inputs on the device, which the network takes; `rows`: that it sees at a time."""
         x = batches.move_to_device(x, self.device)
         with precision_context(self.posterior, self.precision):
-            self.posterior.check_inputs(x)
+            self.posterior.check_inputs(next(batches.split_rows(x, rows)))
         return x
 
     def describe_local(self, x: Inputs, *, outputs: bool = False, rows: int | None = None) -> tuple[Tensor, ...]:
         """What the functions that run here say of x; `outputs`: after their raw outputs; `rows`: that they see at a time."""
         function = (self._everything if outputs else self._describe)(self.portion.local_functions)
         with batches.UnchangedInputs(x):
-            if rows is None or rows >= batches.count_examples(x):
-                return function(x)
             parts = batches.split_rows(x, rows)
-            if not self.posterior.network_is_random:
+            if rows is None or not self.posterior.network_is_random:
                 return function(*parts)
             return tuple(torch.cat(each, 1) for each in zip(*map(function, parts), strict=True))  # in the usual order
 
@@ -226,8 +224,9 @@ def predict_loader(
     at_once = draw.device.type != "cuda" or connected_mesh(posterior) is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
     given: Iterable[Any] = loader
-    rows = loader.batch_rows if joined and loader.has_separable_rows and connected_mesh(posterior) is None else None
-    if rows is not None:
+    rows = None
+    if joined and loader.has_separable_rows and connected_mesh(posterior) is None and posterior.inputs is None:
+        rows = loader.batch_rows
         given = loader.joined_batches(max(1, min(TOGETHER, SMALL // (rows * loader.row_size))))
     prediction = _BatchPrediction(draw, late, one_at_a_time, rows)
 
@@ -284,7 +283,7 @@ class _BatchPrediction:
 
     def _check_and_move(self, x: Inputs) -> Inputs:
         self.late.add_input_check(x)
-        return self.draw.check_and_move(x)
+        return self.draw.check_and_move(x, self.rows)
 
     def _correct_and_check(self, found: Predictive, first: int) -> Predictive:
         members, maxima = self.draw.correct_members(found, first)

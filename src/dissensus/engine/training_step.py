@@ -268,7 +268,7 @@ class Guard:
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
         if self.checks_at_once:
-            self._observe()
+            self.posterior.observe(self.optimizer)
             return
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
@@ -276,15 +276,10 @@ class Guard:
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
         with self.skip_bad_step():
-            self._observe()
+            self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
                 clock.sub_(lost)
-
-    def _observe(self) -> None:
-        # Without recorders and watchers, only steps are counted, and here it is known that there was one.
-        alone = len(self._clocked) == 1 and not self._recorders
-        (self.posterior._count_step if alone else self.posterior.observe)(self.optimizer)
 
     def check(self) -> None:
         """Raises Diverged if a GPU has skipped bad steps, or if tensors are not finite."""

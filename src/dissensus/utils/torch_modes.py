@@ -1,5 +1,6 @@
 """Context managers that change training modes and torch switches and restore them."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from dissensus.utils.tensor_tree import TensorTree, all_submodules
+
+_switching, _outside = threading.Lock(), list[bool]()  # how cuDNN was set outside of every `convolution_timing`
 
 _mode = attrgetter("training")
 
@@ -66,11 +69,15 @@ def _has_plain_mode(part: nn.Module) -> bool:
 @contextmanager
 def convolution_timing(on: bool) -> Iterator[None]:
     """Inside, cuDNN times its algorithms for every convolution of a shape that it meets for the first time, or never does."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, on
+    with _switching:
+        _outside.append(outside := torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = on
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        with _switching:  # the last thread that leaves restores what the first one found
+            torch.backends.cudnn.benchmark = outside if len(_outside) > 1 else _outside[0]
+            _outside.pop()
 
 
 @contextmanager

@@ -208,13 +208,14 @@ def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., An
 
 def has_step_hooks(optimizer: Any, known: int) -> bool:
     """Whether something takes part in the optimiser's step, besides so many hooks of all optimisers after it."""
-    own = (
-        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or hasattr(optimizer, "grad_scale")
-    )
-    step = vars(optimizer).get("step")  # torch's schedules put one there that only notes that it was called
-    changed = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own = bool(hooks) or hasattr(optimizer, "grad_scale")
     others = _global_optimizer_pre_hooks or len(_global_optimizer_post_hooks) > known
-    return bool(own or changed or others or profiles())
+    step = optimizer.step  # around which torch puts wrappers that only note that it was called
+    while step is not None and not own:
+        own = not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.")
+        step = getattr(step, "__wrapped__", None)
+    return own or bool(others) or profiles()
 
 
 def in_backward_pass() -> bool:
