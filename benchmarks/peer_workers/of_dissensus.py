@@ -47,7 +47,8 @@ def one(case: Case, posterior=None) -> Prepared:  # type: ignore[no-untyped-def]
     """Of trained networks as a service calls them; of those that draw functions by `predict`, which draws them anew."""
     known = (posterior or posterior_of(case)).to(case.device).eval()
     predictor, x = known.predictor(), case.looked_at()
-    call = (lambda: predictor.predictive(x[:1]).mean) if posterior is None else (lambda: known.predict(x[:1]).mean)
+    asked = torch.inference_mode()(lambda: predictor.predictive(x[:1]).mean)
+    call = asked if posterior is None else (lambda: known.predict(x[:1]).mean)
     return case.seconds(call, "prediction of one"), lambda: known.predict(x).mean
 
 
