@@ -170,7 +170,8 @@ class BreakEven:
         if self.stage == "plain" and self.calls == MEASURED and pace.plain is None and not self.by_count:
             pace.launched, pace.plain = self._stop()
         elif self.stage == "preparing" and fast:
-            pace.preparation = self._stop()[1]  # of the last call, which captured; those before it warmed up
+            # Of the last call, which captured; those before it warmed up: the first of them loads what stays loaded.
+            pace.preparation = (self.calls - (self.prepared_at or 0) + 1) * self._stop()[1]
             pace.fused = self.fused
             _loaded.update(["graphs", *["fused layers"] * (pace.loads and pace.fused)])
             self.stage = "settled" if self.by_count else "measuring"

@@ -52,7 +52,8 @@ def _launch(name: str, device: torch.device, programs: int, *args: Any, **consta
 
 def clear_if_flagged(flag: Tensor, tensors: Sequence[Tensor], chunks: "Chunks") -> None:
     """Sets the tensors to 0 if the flag () is above 0, without waiting for the device."""
-    if tensors and chunks.find(tensors):
+    # To load Triton takes longer than a short run: its kernel is used where others of it have been.
+    if tensors and can_run_kernels.cache_info().currsize and chunks.find(tensors):
         chunks.launch("clear", flag, KIND=tensors[0].dtype)
         return
     bad = flag > 0
