@@ -301,7 +301,8 @@ def measured(case: Case, lengths: Sequence[int], rounds: int, caches: Path, unti
     # The first of all runs fills the caches; a long run on a CPU keeps nothing on disk.
     cold = [length for length in lengths if not folder(length).exists() and (case.device == "cuda" or length <= 50)]
     states = {length: ("cold", "warm") if length in cold else ("warm",) for length in lengths}
-    jobs = [by_hand, *(partial(library, state, length) for length in lengths for state in states[length])]
+    warm_up = partial(in_child, partial(time_by_hand, case, [1]), caches / "by hand", patience)  # with cold caches
+    jobs = [warm_up, by_hand, *(partial(library, state, length) for length in lengths for state in states[length])]
     for i in range(1, rounds):
         turns = [by_hand, *(partial(library, "warm", length) for length in lengths)]
         jobs += turns if i % 2 == 0 else turns[::-1]

@@ -90,9 +90,10 @@ class Graph:
 
 @contextmanager
 def _capture_into(graph: torch.cuda.CUDAGraph, pool: Any, *, relaxed: bool) -> Iterator[None]:
-    """As `torch.cuda.graph`; if relaxed and memory is plenty, its cache is not emptied, which takes as long as a capture."""
-    mode = "relaxed" if relaxed else "thread_local"
-    if not relaxed or torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
+    """As `torch.cuda.graph`; if relaxed, a small cache is not emptied, which takes as long as a capture."""
+    mode, held = "relaxed" if relaxed else "thread_local", torch.cuda.memory_stats()
+    unused = held.get("reserved_bytes.all.current", 0) - held.get("allocated_bytes.all.current", 0)
+    if not relaxed or unused > torch.cuda.mem_get_info()[0] / 16:  # earlier graphs leave what only this frees
         with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             yield
         return

@@ -124,9 +124,9 @@ class _FusedGroup:
         self.settings, self.is_adam = settings, type(optimizer) is not SGD
         self.trained = [each for each in settings["params"] if each.grad is not None]
         self.idle = [each for each in settings["params"] if each.grad is None]
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step") if self.is_adam else ("momentum_buffer",)
-        unused = {"max_exp_avg_sq": not settings.get("amsgrad"), "momentum_buffer": not settings.get("momentum")}
-        self.names = [None if unused.get(name) else name for name in names]
+        moments = {"exp_avg": True, "exp_avg_sq": True, "max_exp_avg_sq": settings.get("amsgrad"), "step": True}
+        names = moments if self.is_adam else {"momentum_buffer": settings["momentum"]}
+        self.names = [name if used else None for name, used in names.items()]
         kinds = {(each.device, each.dtype, each.grad.layout, is_divided(each)) for each in self.trained}
         plain = all(kind[2:] == (torch.strided, False) for kind in kinds) and len(kinds) < 2
         numbers = (settings["lr"], *settings.get("betas", ()))
