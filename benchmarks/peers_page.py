@@ -61,6 +61,14 @@ LEFT_OUT = {  # rows that the files alone have
     "1 × ResNet-20, 1 input",
 }
 WORST = 3  # that are named
+CAUSES = {  # what takes the time where plain torch is faster, by operation, as profiles show
+    "single, one input": "log-probabilities, a lock and the prediction's object, per call",
+    "ensemble, one input": "log-probabilities of each member and of their mixture, a lock and the prediction's object",
+    "dropout, one input": "a draw in each call, locks and modes",
+    "ensemble predicts": "whether each batch and each member's outputs are finite; modes, locks and random states of each batch",
+    "ensemble": "whether gradients are finite, and the set-up of a run: parameter groups, checks of weights, locks",
+    "single": "the set-up of a run: parameter groups, checks of weights, locks",
+}
 LOST = 0.95  # below this ratio the other side is called faster
 
 
@@ -112,6 +120,17 @@ def lost(rows: Sequence[Row]) -> str:
     return "\n\n".join([said, "\n".join(text for text, _ in clear[:WORST])])
 
 
+def beside_torch(rows: Sequence[Row]) -> str:
+    """Every row of plain torch that is faster, with what takes the time."""
+    under = [row for row in rows if row["library"] == "torch" and row["ratio"] and float(row["ratio"]) < LOST]
+    lines = [
+        f"- {title(row)}, {row['measure']}: {float(row['ratio']):.2f}×. {CAUSES[row['operation']].capitalize()}."
+        for row in under
+        if row["operation"] != "import"
+    ]
+    return "\n\n".join([f"Under {LOST}× of plain torch: {len(lines)} rows.", "\n".join(lines)] if lines else [])
+
+
 def memory(rows: Sequence[Row]) -> str:
     """In how many cases dissensus takes more memory than another library, and the most."""
     peaks = {(title(row), row["measure"], row["library"]): float(row["peak_mb"]) for row in rows}
@@ -146,7 +165,7 @@ def page(rows: Sequence[Row]) -> str:
     if held := [row for row in rows if row["operation"] == "packages"]:
         each = [f"{row['library']} {row['packages']} ({float(row['mb']):,.0f} MB)" for row in held]
         parts += [f"Packages installed beside torch and what it needs (jax for neural-tangents): {', '.join(each)}."]
-    parts += [f"{head} Where dissensus is slower", lost(rows)]
+    parts += [f"{head} Where dissensus is slower", lost(rows), beside_torch(rows)]
     seen = {row["library"]: f"{row['library']} {row['version']}" for row in rows if row["version"]}
     rounds = " and ".join(dict.fromkeys(row["rounds"] for row in rows if row["rounds"]))
     threads = " and ".join(dict.fromkeys(row["threads"] for row in rows if row["threads"]))

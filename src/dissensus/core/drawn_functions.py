@@ -229,10 +229,6 @@ class Predictor(nn.Module):
         self.separate = SeparateMembersCache()
         self.temperature = lens.temperature
         self.calibration = copy.deepcopy(lens.calibration)
-        # Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
-        for particles in self.drawn.modules() if torch.__version__ < "2.12" else ():
-            if isinstance(particles, Particles):
-                particles.how = "loop"
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
@@ -240,6 +236,10 @@ class Predictor(nn.Module):
 
     def predictive(self, x: Inputs) -> Predictive:
         """The calibrated `Predictive` of these functions for x."""
+        # Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
+        for particles in self.drawn.modules() if torch.__version__ < "2.12" and is_traced() else ():
+            if isinstance(particles, Particles):
+                particles.how = "loop"
         lens = Correction(self.temperature, self.calibration)
         return lens.correct_mixture(lens.correct_members(self.separate(self.drawn).predict(x)))
 
