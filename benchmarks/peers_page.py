@@ -65,7 +65,7 @@ CAUSES = {  # what takes the time where plain torch is faster, by operation, as 
     "single, one input": "log-probabilities, a lock and the prediction's object, per call",
     "ensemble, one input": "log-probabilities of each member and of their mixture, a lock and the prediction's object",
     "dropout, one input": "a draw in each call, locks and modes",
-    "ensemble predicts": "whether each batch and each member's outputs are finite; modes, locks and random states of each batch",
+    "ensemble predicts": "whether inputs and each member's outputs are finite; modes, locks and random states per batch",
     "ensemble": "whether gradients are finite, and the set-up of a run: parameter groups, checks of weights, locks",
     "single": "the set-up of a run: parameter groups, checks of weights, locks",
 }

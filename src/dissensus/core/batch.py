@@ -156,8 +156,7 @@ def map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
 
 def split_rows(x: Inputs, count: int | None) -> Iterator[Inputs]:
     """x in parts of so many rows, the last of what is left; None: as it is."""
-    size = count_examples(x)
-    if count is None or count >= size:
+    if count is None or count >= (size := count_examples(x)):
         return iter((x,))
     return (map_tensors(x, itemgetter(slice(i, i + count))) for i in range(0, size, count))
 

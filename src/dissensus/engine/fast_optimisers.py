@@ -110,11 +110,9 @@ class FusedStep:
 
     def _facts(self) -> list[Any]:
         """What must not change: settings, and which tensors have no gradient."""
-        now, facts = self.optimizer, list[Any]()
-        for group in now.param_groups:
-            facts += id(group), id(group["params"]), len(group["params"]), *map(group.get, FIXED)
-        idle = [each.grad is None for group in self.groups for each in group.idle]
-        return [*facts, *idle]
+        groups = self.optimizer.param_groups
+        facts = [(id(each), id(each["params"]), len(each["params"]), *map(each.get, FIXED)) for each in groups]
+        return [*facts, *[each.grad is None for group in self.groups for each in group.idle]]
 
 
 class _FusedGroup:
@@ -125,13 +123,12 @@ class _FusedGroup:
         self.trained = [each for each in settings["params"] if each.grad is not None]
         self.idle = [each for each in settings["params"] if each.grad is None]
         moments = {"exp_avg": True, "exp_avg_sq": True, "max_exp_avg_sq": settings.get("amsgrad"), "step": True}
-        names = moments if self.is_adam else {"momentum_buffer": settings["momentum"]}
-        self.names = [name if used else None for name, used in names.items()]
+        moments = moments if self.is_adam else {"momentum_buffer": settings["momentum"]}
+        self.names = [name if used else None for name, used in moments.items()]
         kinds = {(each.device, each.dtype, each.grad.layout, is_divided(each)) for each in self.trained}
         plain = all(kind[2:] == (torch.strided, False) for kind in kinds) and len(kinds) < 2
         numbers = (settings["lr"], *settings.get("betas", ()))
-        fused = settings.get("fused") and not any(isinstance(each, Tensor) for each in numbers)
-        self.is_simple = fused and plain
+        self.is_simple = settings.get("fused") and plain and not any(isinstance(each, Tensor) for each in numbers)
 
     def states(self, optimizer: Optimizer) -> list[list[Any]]:
         """Of each name, the states of all tensors with a gradient; an empty list for a name that is not used."""
