@@ -139,7 +139,7 @@ def test_a_training_step_of_one_network_takes_few_calls():
     counts = [
         frames(lambda n=n: ds.fit(posterior, [(x, y)] * n, epochs=1, progress=False, device="cpu")) for n in (10, 20)
     ]
-    assert (counts[1] - counts[0]) / 10 <= 190
+    assert (counts[1] - counts[0]) / 10 <= 200
 
 
 def network() -> nn.Module:

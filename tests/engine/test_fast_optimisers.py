@@ -114,7 +114,21 @@ def test_what_takes_part_in_a_step_is_called(kernels):
     assert seen[-1] == "instead"
 
 
-@pytest.mark.parametrize("place", ["before the schedule", "after the schedule", "class"])
+class Proxy:
+    """A callable object that passes on every attribute of what it calls."""
+
+    def __init__(self, inner, seen):
+        self.inner, self.seen = inner, seen
+
+    def __call__(self, *given):
+        self.seen.append(self.inner)
+        return self.inner(*given)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("place", ["before the schedule", "after the schedule", "class", "object", "object as method"])
 def test_a_step_that_the_user_replaced_is_theirs(place, kernels, monkeypatch):
     """Whether a schedule's wrapper is around it or within it, and also where it copies the wrapper's attributes."""
     networks, optimizers = pair(Adam, {"lr": 0.01})
@@ -133,6 +147,10 @@ def test_a_step_that_the_user_replaced_is_theirs(place, kernels, monkeypatch):
     elif place == "after the schedule":
         torch.optim.lr_scheduler.StepLR(optimizer, 5)
         optimizer.step = counting(optimizer.step)
+    elif place == "object":
+        optimizer.step = Proxy(optimizer.step, seen)
+    elif place == "object as method":
+        optimizer.step = types.MethodType(Proxy(Adam.step, seen), optimizer)
     else:
         optimizer.step = types.MethodType(counting(Adam.step), optimizer)
         torch.optim.lr_scheduler.StepLR(optimizer, 5)
@@ -220,3 +238,15 @@ def test_fit_trains_as_a_loop_does_and_counts_its_steps(kernels):
     torch.testing.assert_close(
         *[nn.utils.parameters_to_vector(each.parameters()) for each in (network, by_hand)], rtol=1e-12, atol=1e-12
     )
+
+
+def test_another_list_of_parameters_counts(kernels):
+    networks, optimizers = pair(SGD, {"lr": 0.1, "momentum": 0.9})
+    step = FusedStep(optimizers[0])
+    for _ in range(2):
+        run(networks, step, optimizers)
+    for network, each in zip(networks, optimizers, strict=True):  # as many in the same list, but others
+        each.param_groups[0]["params"][:] = list(network.parameters())[2:]
+        each.param_groups[1]["params"][:] = list(network.parameters())[:2]
+    run(networks, step, optimizers)
+    assert len(kernels) == 2

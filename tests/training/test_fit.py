@@ -609,3 +609,25 @@ def test_after_a_run_a_step_that_was_left_out_is_not_counted():
     optimizer.step()
     assert posterior.observe(optimizer) is True
     assert int(posterior.steps) == 4
+
+
+def test_a_correction_that_a_callback_fits_ends_with_the_next_step(caplog):
+    posterior, (x, y) = ds.MAP(tiny.mlp().double()), tiny.points(24)
+    correct = {1: lambda epoch: posterior.recalibrate(3.0, None)}
+    ds.fit(posterior, [(x, y)], epochs=3, callback=lambda e: correct.pop(e.epoch, bool)(e) and None, progress=False)
+    assert (float(posterior.temperature), posterior.is_corrected) == (1.0, False)
+    assert any("sets the temperature back" in line for line in caplog.messages)
+
+
+def test_steps_that_a_callback_observes_too_or_that_do_nothing_are_counted_as_they_are():
+    posterior, batches = ds.MAP(tiny.mlp().double()), [tiny.points(12)] * 4
+    optimizer, seen = SGD(posterior.parameters(), lr=0.1), []
+    ds.fit(
+        posterior, batches, epochs=1, optimizer=optimizer, progress=False,
+        on_step=lambda _: seen.append(posterior.observe(optimizer)),
+    )  # fmt: skip
+    assert seen == [False] * 4
+    assert int(posterior.steps) == 4
+    optimizer.step = lambda *_: None
+    ds.fit(posterior, batches, epochs=1, optimizer=optimizer, progress=False)
+    assert int(posterior.steps) == 4

@@ -83,7 +83,6 @@ class FusedStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.groups: list[_FusedGroup] = []
-        self.held: list[Any] = []  # whose ids `known` has
         # what they were found for; None: all steps are torch's
         self.known: list[Any] | None = [] if type(optimizer) in KERNELS else None
 
@@ -98,7 +97,6 @@ class FusedStep:
         if not found or [each for lists in (gradients, *states) for row in lists for each in row if each is None]:
             optimizer.step()
             self.groups = [_FusedGroup(each, optimizer) for each in optimizer.param_groups]
-            self.held = [each["params"] for each in optimizer.param_groups]
             self.known = self._facts() if all(each.is_simple for each in self.groups) else None
             return
         flag = getattr(optimizer, "found_inf", None)
@@ -111,7 +109,7 @@ class FusedStep:
     def _facts(self) -> list[Any]:
         """What must not change: settings, and which tensors have no gradient."""
         groups = self.optimizer.param_groups
-        facts = [(id(each), id(each["params"]), len(each["params"]), *map(each.get, FIXED)) for each in groups]
+        facts = [(id(each), *map(id, each["params"]), *map(each.get, FIXED)) for each in groups]
         return [*facts, *[each.grad is None for group in self.groups for each in group.idle]]
 
 

@@ -8,7 +8,6 @@ good step. "Bad" means: not finite. `CapturedStep` replays the whole step, the m
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from dissensus.core.weights import Recorder
 from dissensus.engine.cuda_graphs import CapturedCalls, Graph, NotConstant, for_graph, shape_key
 from dissensus.engine.fast_optimisers import FusedStep, can_be_captured, can_skip, make_capturable, use_fused_kernels
 from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
-from dissensus.utils.parameter_groups import clip_members, count_optimizer_step, has_stepped
+from dissensus.utils.parameter_groups import clip_members, count_optimizer_step
 from dissensus.utils.sharding import local_part
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_private import flatten_all, unflatten_all, unscale_tensors
@@ -268,10 +267,8 @@ class Guard:
 
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
-        alone = not self._recorders and not len(self.posterior.watchers)  # then this step is only counted
-        observe = partial(self.posterior.steps.add_, 1) if alone else partial(self.posterior.observe, self.optimizer)
         if self.checks_at_once:
-            observe()
+            self.posterior.observe(self.optimizer)
             return
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
@@ -279,14 +276,13 @@ class Guard:
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
         with self.skip_bad_step():
-            observe()
+            self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
                 clock.sub_(lost)
 
     def check(self) -> None:
         """Raises Diverged if a GPU has skipped bad steps, or if tensors are not finite."""
-        has_stepped(self.posterior, self.optimizer)  # so that a loop that goes on by itself knows of this run's steps
         if not self.host:
             self._raise_if_halted()
         checked = self._checked_tensors()

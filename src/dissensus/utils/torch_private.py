@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, final
 
 import torch
@@ -213,7 +213,9 @@ def has_step_hooks(optimizer: Any, known: int) -> bool:
     others = _global_optimizer_pre_hooks or len(_global_optimizer_post_hooks) > known
     step = optimizer.step  # around which torch puts wrappers that only note that it was called
     while step is not None and not own:
-        own = not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.")
+        step = step.__func__ if isinstance(step, MethodType) else step
+        plain = isinstance(step, FunctionType)  # another object may pass on what it asks of torch's
+        own = not plain or not step.__globals__.get("__name__", "").startswith("torch.")
         step = getattr(step, "__wrapped__", None)
     return own or bool(others) or profiles()
 
