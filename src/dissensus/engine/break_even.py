@@ -170,7 +170,7 @@ class BreakEven:
         if self.stage == "plain" and self.calls == MEASURED and pace.plain is None and not self.by_count:
             pace.launched, pace.plain = self._stop()
         elif self.stage == "preparing" and fast:
-            # Of the last call, which captured; those before it warmed up: the first of them loads what stays loaded.
+            # Each of its calls as the last, which captured: the first may have loaded what stays loaded.
             pace.preparation = (self.calls - (self.prepared_at or 0) + 1) * self._stop()[1]
             pace.fused = self.fused
             _loaded.update(["graphs", *["fused layers"] * (pace.loads and pace.fused)])
