@@ -20,6 +20,8 @@ from dissensus.utils.torch_private import children_of, is_traced, pytree
 
 Found = TypeVar("Found")
 FEW = 8  # members of any kind that are quicker one by one than by vmap, without tensors to put in place
+# Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
+LOOPS_IN_EXPORTS = torch.__version__ < "2.12"  # compared once: that takes as long as a layer
 MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # outputs of a predictor
 
 
@@ -236,8 +238,7 @@ class Predictor(nn.Module):
 
     def predictive(self, x: Inputs) -> Predictive:
         """The calibrated `Predictive` of these functions for x."""
-        # Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
-        for particles in self.drawn.modules() if torch.__version__ < "2.12" and is_traced() else ():
+        for particles in self.drawn.modules() if LOOPS_IN_EXPORTS and is_traced() else ():
             if isinstance(particles, Particles):
                 particles.how = "loop"
         lens = Correction(self.temperature, self.calibration)
