@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
 from dissensus.core import gradients
@@ -123,6 +124,39 @@ def test_one_pass_and_two_pass_coupling_agree_with_autograd() -> None:
     for name, parameter in posterior.particles.own_parameters().items():
         for found in (two, one, all_at_once):
             torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-12, atol=1e-13, msg=name)
+
+
+class Checkpointed(nn.Module):
+    """Computes activations again in the backward pass, for which its own tensors must be in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh()), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, x, use_reentrant=False).flatten(1))
+
+
+@pytest.mark.parametrize(("kind", "make", "kept", "engine"), [
+    (Repelling, conv, strategies.KEPT, strategies.KEEPING),
+    (ds.FoRDE, conv, strategies.KEPT, strategies.KEEPING),
+    (ds.FoRDE, conv, 0, "loop"),
+    (Repelling, Checkpointed, strategies.KEPT, "loop"),
+])  # fmt: skip
+def test_on_a_host_members_that_interact_run_once_where_their_graphs_take_little_memory(
+    kind, make, kept, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(strategies, "KEPT", kept)
+    torch.manual_seed(0)
+    networks, found = [make() for _ in range(3)], []
+    for asked in ("auto", "loop"):
+        posterior = kind(copy.deepcopy(networks)).double()
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05, momentum=0.9)
+        loader = Batches(*data((1, 4, 4)), batch_size=12)
+        history = ds.fit(posterior, loader, epochs=4, optimizer=optimizer, engine=asked, progress=False)
+        assert history.engine == (engine if asked == "auto" else "loop")
+        found.append(posterior.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 def test_two_passes_of_a_coupled_member_see_the_same_dropout() -> None:

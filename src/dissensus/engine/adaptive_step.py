@@ -8,14 +8,7 @@ from dissensus.core.batch import Batch
 from dissensus.engine.break_even import MANY, BreakEven, is_deterministic, known_pace, may_pay
 from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import UNMEASURED
-from dissensus.engine.strategies import (  # fmt: skip
-    Plan,
-    compiled_plan,
-    make_plan,
-    make_strategy,
-    may_compile,
-    plain_plan,
-)
+from dissensus.engine.strategies import Plan, compiled_plan, make_plan, make_strategy, may_compile, plain_plan
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
 from dissensus.kernels.fused_norm import can_fuse_layers
 
@@ -51,7 +44,7 @@ class AdaptiveStep:
         compiled = known_pace(plans, key, compiles=True)
         if may_pay(compiled, count) and may_compile(posterior) and not is_deterministic():
             self.ways.append((BreakEven(compiled, device, count), self._prepare_compiled))
-        self._use(plain_plan(posterior))
+        self._use(plain_plan(posterior, plans.get(("activations", *key), (None,))[0]))
 
     def __call__(self, batch: Batch) -> Tensor:
         """(M,) losses on the batch; the next call may overwrite them."""
@@ -99,7 +92,9 @@ class AdaptiveStep:
         self._release_graphs()
         self.plan = plan
         self.taken = plan.taken if plan.taken.alive else self.taken
-        self.eager.strategy = plan.tried or make_strategy(plan.kind, compiled=plan.compiled, fused=plan.fused)
+        self.eager.strategy = plan.tried or make_strategy(
+            plan.kind, compiled=plan.compiled, fused=plan.fused, keeps=plan.keeps
+        )
         self.captured = CapturedStep(self.eager) if plan.captured else None
         self.eager.in_place = plan.kind == "loop" and not (plan.compiled or plan.captured)
         self._find_run()

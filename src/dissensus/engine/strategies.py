@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
+from dissensus.core.collectives import ALONE
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.member import run_compiled
 from dissensus.core.member_runner import FallbackChain
@@ -47,17 +48,19 @@ from dissensus.utils.torch_private import ConvNd, raise_at_recompile_limit
 log = logging.getLogger("dissensus")
 
 Kind = Literal["loop", "vectorised", "streamed"]
+KEEPING, KEPT = "loop, graphs kept", 2**31  # bytes of graphs that a loop on the host may keep
 UNFUSED = "batch norm runs apart from the layers after it: fused kernels fail for this network (%s)"
 
 
-def make_strategy(kind: Kind, *, compiled: bool = False, fused: bool = True) -> FallbackChain:
+def make_strategy(kind: Kind, *, compiled: bool = False, fused: bool = True, keeps: bool = False) -> FallbackChain:
     """The strategy of this kind; it falls back to a simpler one if it fails. `name` is the one in use: "loop+compiled".
 
-    `fused`: whether graphs may hold layers fused.
+    `fused`: whether graphs may hold layers fused; `keeps`: whether a loop may keep the graphs of members that interact.
     """
     in_turn = functools.partial(LoopStrategy, streamed=kind == "streamed", fused=fused)
     make = _make_vectorised if kind == "vectorised" else in_turn
     ways = {f"{kind}+compiled": _forbid_recompile_limit(make(compiled=True))} if compiled else {}
+    ways |= {KEEPING: gradients.looped_keeping_graphs} if keeps and not compiled else {}
     ways[kind] = make(compiled=False)
     if kind == "vectorised":
         ways["loop"] = gradients.looped_gradients
@@ -68,7 +71,8 @@ def _note_fallback(name: str, reason: str, posterior: Objective, batch: Batch) -
     if name == "vectorised":
         posterior.particles.runner.note_fallback(name, reason)
     else:
-        log.info("members run uncompiled: the compiler failed (%s)", reason)
+        kept = "members that interact run twice: their graphs cannot be kept (%s)"
+        log.info(kept if name == KEEPING else "members run uncompiled: the compiler failed (%s)", reason)
 
 
 def _forbid_recompile_limit(run: Strategy) -> Strategy:
@@ -179,6 +183,7 @@ class Plan:
     taken: PeakMemory = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
     # The strategy that was timed, compiled already.
     tried: Strategy | None = field(default=None, compare=False, repr=False)
+    keeps: bool = False  # whether a loop keeps the graphs of members that interact, so that each runs once
 
     @property
     def duration(self) -> str:
@@ -190,13 +195,16 @@ class Plan:
         return "+".join(words)
 
 
-def plain_plan(posterior: Posterior) -> Plan:
-    """How members run at first: in the way that needs no preparation."""
-    particles = posterior.particles
-    if particles.members == 1 or particles.how == "loop":
-        coupled = posterior.device.type == "cuda" and posterior.interaction == "couple"
-        return Plan("streamed" if coupled else "loop")  # streamed: it keeps the members' graphs, so that each runs once
-    return Plan("vectorised")
+def plain_plan(posterior: Posterior, activations: int | None = None) -> Plan:
+    """How members run at first: in the way that needs no preparation. `activations`: bytes of one member's, if known."""
+    particles, coupled = posterior.particles, posterior.interaction == "couple"
+    if particles.members > 1 and particles.how != "loop":
+        return Plan("vectorised")
+    if posterior.device.type == "cuda":
+        return Plan("streamed" if coupled else "loop")  # streamed: it keeps the members' graphs, too
+    alone = particles.members > 1 and particles.exchange is ALONE and not (particles.divided or particles.fully_sharded)
+    little = activations is not None and particles.members * activations <= KEPT
+    return Plan("loop", keeps=coupled and alone and little)
 
 
 def make_plan(
