@@ -48,7 +48,7 @@ from dissensus.utils.torch_private import ConvNd, raise_at_recompile_limit
 log = logging.getLogger("dissensus")
 
 Kind = Literal["loop", "vectorised", "streamed"]
-KEEPING, KEPT = "loop, graphs kept", 2**31  # bytes of graphs that a loop on the host may keep
+KEEPING, KEPT = "loop, graphs kept", 2**31  # a way to run members, and how many bytes of graphs it may keep
 UNFUSED = "batch norm runs apart from the layers after it: fused kernels fail for this network (%s)"
 
 
