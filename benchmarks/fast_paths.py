@@ -34,7 +34,7 @@ from dissensus.core import gradients, member_runner, particles
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step, cuda_graphs, fast_optimisers, prediction_loop, strategies, training_step
 from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
-from dissensus.layers import channel_launch
+from dissensus.kernels import channel_launch
 from dissensus.methods import forde
 from dissensus.utils import tensor_tree
 from dissensus.utils.tensor_tree import all_submodules
@@ -333,7 +333,7 @@ PATHS = [
     ),
     FastPath(
         "channel programs",
-        ("layers.channel_launch", "kernels.triton_channels", "layers.batch_norm:_NormaliseFunction"),
+        ("kernels.channel_launch", "kernels.triton_channels", "layers.batch_norm:_NormaliseFunction"),
         without(channel_launch, "channel_layout", lambda *_, **__: None),
         (STEPS[2],),
         "cuda",

@@ -38,7 +38,7 @@ def run_calls(
 def estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates that come true where the fast way takes a third of a call and is prepared in ten."""
     monkeypatch.setattr(break_even, "CAPTURE", 10)
-    monkeypatch.setattr(break_even, "LOADING", 0.0)
+    monkeypatch.setattr(break_even, "seconds_of_loading", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("estimates")
@@ -96,7 +96,7 @@ def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
 ])  # fmt: skip
 def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, counts, fused, monkeypatch) -> None:
     monkeypatch.setattr(break_even, "_loaded", set())
-    monkeypatch.setattr(break_even, "LOADING", 5.0)  # of which a tenth of 50 calls pays
+    monkeypatch.setattr(break_even, "seconds_of_loading", lambda: 5.0)  # of which a tenth of 50 calls pays
     found, pace = [], Pace(plain=1.0, launched=1.0, loads=loads)
     for count in counts:
         way = BreakEven(pace, CPU, count)
@@ -110,7 +110,7 @@ def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, 
 
 def test_a_busy_device_gains_nothing_from_a_graph_of_layers_one_by_one(monkeypatch) -> None:
     monkeypatch.setattr(break_even, "_loaded", {"graphs"})
-    monkeypatch.setattr(break_even, "LOADING", 5.0)
+    monkeypatch.setattr(break_even, "seconds_of_loading", lambda: 5.0)
     for count, prepares in ((40, False), (60, True)):  # a tenth of 59 calls, less the capture, pays for the kernels
         way = BreakEven(Pace(plain=1.0, launched=0.1, loads=True), CPU, count, first=1)
         assert [way.begin_call(), way.begin_call()] == [False, prepares]
@@ -227,3 +227,14 @@ def test_a_short_run_on_a_cpu_prepares_nothing_and_a_long_one_may_compile(monkey
         assert len(prepared) == expected, (count, each)
     conv = ds.DeepEnsemble([nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten()) for _ in range(2)])
     assert not strategies.may_compile(conv)  # convolutions on a CPU are library calls
+
+
+def test_kernels_that_triton_has_not_kept_on_disk_take_longer_to_load(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kept, seconds in ((False, break_even.BUILDING), (True, break_even.LOADING)):
+        if kept:
+            (tmp_path / "ABC").mkdir()
+            (tmp_path / "ABC" / "normalise_rows.json").touch()
+        break_even.seconds_of_loading.cache_clear()
+        assert break_even.seconds_of_loading() == seconds
+    break_even.seconds_of_loading.cache_clear()

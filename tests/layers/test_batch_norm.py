@@ -7,7 +7,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles
-from dissensus.layers import batch_norm, channel_launch as kernels
+from dissensus.kernels import channel_launch as kernels
+from dissensus.layers import batch_norm
 from dissensus.layers.batch_norm import refresh_statistics
 from dissensus.layers.conversion import convert_layer
 from dissensus.utils.batch_norm_names import statistics_names

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
-from dissensus.layers import channel_launch as kernels
+from dissensus.engine import break_even
+from dissensus.kernels import channel_launch as kernels
 from dissensus.layers.batch_norm import FrozenNorm
 from dissensus.layers.factored import scale_channels
 
@@ -114,3 +115,20 @@ def test_where_several_examples_are_batched_by_vmap_kernels_keep_out():
     torch.testing.assert_close(found, x * factors)
     slopes = torch.func.grad(lambda a: F.relu(scale_channels(a, factors[0], alone=False)).sum())(x[0])
     torch.testing.assert_close(slopes, (x[0] > 0) * factors[0])
+
+
+@pytest.mark.parametrize("batches", [2, 200])
+def test_a_run_loads_the_kernels_where_it_is_long_enough(batches, monkeypatch):
+    if kernels.find_triton() is None:
+        pytest.skip("needs triton, and there is none here")
+    monkeypatch.setattr(kernels._Loading, "wanted", False)
+    kernels.find_triton.cache_clear()
+    # A graph pays in long runs here, whatever this machine's times are.
+    monkeypatch.setattr(break_even, "pays", lambda *_: batches > 100)
+    network = ds.nets.ResNet(20)
+    x, y = torch.randn(batches * 32, 3, 32, 32), torch.randint(10, (batches * 32,))
+    posterior = ds.NodeBNN(network, data_size=len(x))
+    ds.fit(posterior, ds.data.Batches(x, y, batch_size=32), epochs=1, device="cuda", draw=False, progress=False)
+    assert kernels._Loading.wanted
+    assert kernels.find_triton.cache_info().currsize == (batches > 100)
+    assert kernels.channel_layout(torch.ones(64, 64, 8, 8, device="cuda")) is not None  # beside `fit` they load at once

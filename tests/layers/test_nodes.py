@@ -10,7 +10,7 @@ from torch import nn
 import dissensus as ds
 import dissensus.layers
 import tiny
-from dissensus.layers import channel_launch as kernels
+from dissensus.kernels import channel_launch as kernels
 from dissensus.layers.conversion import fold_layers
 from dissensus.layers.factored import Factors, folded_kernel, scale_channels
 from dissensus.layers.nodes import add_node_latents, split_by_layer, use_latents

@@ -631,3 +631,18 @@ def test_steps_that_a_callback_observes_too_or_that_do_nothing_are_counted_as_th
     optimizer.step = lambda *_: None
     ds.fit(posterior, batches, epochs=1, optimizer=optimizer, progress=False)
     assert int(posterior.steps) == 4
+
+
+def test_a_first_batch_is_tried_in_the_precision_of_training():
+    """Else a GPU would load kernels that training does not use."""
+    seen = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(x)
+
+    batches = [(x.float(), y) for x, y in data()]
+    ds.fit(ds.MAP(Noting(4, 3)), batches, epochs=1, precision="bf16", progress=False)
+    assert len(seen) > 3
+    assert all(seen)

@@ -1,9 +1,12 @@
 """Switches of torch, which belong to the whole process."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from dissensus.utils.torch_modes import convolution_timing
+from dissensus.utils.torch_modes import convolution_timing, set_attributes, thread
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -25,3 +28,22 @@ def test_an_inner_setting_ends_with_its_block(monkeypatch):
             assert not torch.backends.cudnn.benchmark
         assert torch.backends.cudnn.benchmark
     assert not torch.backends.cudnn.benchmark
+
+
+def test_attributes_are_those_from_before_however_the_block_ends():
+    one, two = SimpleNamespace(how="a", left=0), SimpleNamespace(how="b")
+    with set_attributes(one, two, how="c"), set_attributes(one, how="d", left=1):
+        assert (one.how, one.left, two.how) == ("d", 1, "c")
+    with pytest.raises(ZeroDivisionError), set_attributes(one, two, how=1):
+        one.how /= 0
+    assert (one.how, one.left, two.how) == ("a", 0, "b")
+
+
+def test_what_is_on_in_one_thread_is_off_in_another():
+    seen = []
+    with set_attributes(thread, for_graph=True):
+        other = threading.Thread(target=lambda: seen.append(thread.for_graph))
+        other.start()
+        other.join()
+        seen.append(thread.for_graph)
+    assert [*seen, thread.for_graph] == [False, True, False]

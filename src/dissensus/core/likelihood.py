@@ -203,6 +203,7 @@ class Classification(Likelihood):
         if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
             return None
         # No warning about log-probabilities: log_softmax does not change them, so they are valid logits.
+        outputs = outputs[:8].cpu()  # where no kernels are loaded for it
         tolerance = 1e-4 if full_precision(outputs) is outputs else 1e-2
         total = full_precision(outputs).sum(1)
         if bool((outputs < 0).any()) or not torch.allclose(total, torch.ones_like(total), rtol=0, atol=tolerance):

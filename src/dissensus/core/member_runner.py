@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import OwnTensorsCache, Tensors, all_submodules
-from dissensus.utils.torch_modes import plain_attention
+from dissensus.utils.torch_modes import plain_attention, set_attributes
 from dissensus.utils.torch_private import TorchStateGuard, pytree, run_in_vmap, version_of, without_onednn
 
 log = logging.getLogger("dissensus")
@@ -168,14 +168,9 @@ class Runner:
         with plain_attention() if self.attention else nullcontext(), self.linear.use_stacked_forwards(device):
             yield
 
-    @contextmanager
-    def use_lanes(self, lanes: MemberLanes) -> Iterator[None]:
+    def use_lanes(self, lanes: MemberLanes) -> AbstractContextManager[None]:
         """Inside, members of a loop run in these lanes."""
-        self.lanes = (threading.get_ident(), lanes)
-        try:
-            yield
-        finally:
-            self.lanes = None
+        return set_attributes(self, lanes=(threading.get_ident(), lanes))
 
     def run(
         self, one: Callable[[Rows], Any], rows: Rows, count: int, *, device: torch.device, how: How | None = None

@@ -11,7 +11,7 @@ import re
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
@@ -34,7 +34,7 @@ from dissensus.numerics.randomness import RandomnessDetector, preserve_random_st
 from dissensus.utils.checks import pixel_warning
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_modes import convolution_timing, eval_mode
+from dissensus.utils.torch_modes import eval_mode, untimed_convolutions
 from dissensus.utils.torch_private import MODULE_CALL, buffers_of, children_of
 
 log = logging.getLogger("dissensus")
@@ -290,8 +290,7 @@ class Posterior(TrainableModule, ABC):
         particles, x = self.particles, batches.move_to_device(x, self.device)
         batches.check_input_names(particles.template.network, x)
         explained = explain_input_errors(x, particles)
-        # No timing: training has another precision or memory format, so that it would be for nothing.
-        untimed = convolution_timing(False) if self.device.type == "cuda" else nullcontext()
+        untimed = untimed_convolutions(self.device)
         with inference_context(self), untimed, RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
             outputs: Tensor = particles.call_first(lambda member: batches.call_network(member.network, x))
             self.network_is_random |= watch.has_drawn

@@ -35,6 +35,7 @@ from dissensus.utils.checks import integer, one_of
 from dissensus.utils.process_group import MissingRankError, is_connected, run_collective, world_size
 from dissensus.utils.progress import set_reporting_check
 from dissensus.utils.sharding import check_copyable
+from dissensus.utils.torch_modes import set_attributes
 from dissensus.utils.torch_private import group_timeout, parameters_of, pytree, set_group_timeout
 
 Statistics = Literal["synchronised", "per rank"]
@@ -361,11 +362,8 @@ class MeshFunctionPartition(FunctionPartition):
     def run_shared(self, sharers: Ranks, work: Callable[[], Found]) -> Found:
         """work(), by all these ranks at once, each with its part of the functions; an error of one is raised on all."""
         found = list[Found]()
-        self._sharers = sharers
-        try:
+        with set_attributes(self, _sharers=sharers):
             exchange_results(sharers, lambda: found.append(work()), "what was found")
-        finally:
-            self._sharers = None
         return found[0]
 
     @property

@@ -26,6 +26,7 @@ from dissensus.distributed.sync_batch_norm import synchronise_norms
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.sharding import is_divided
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_modes import set_attributes
 from dissensus.utils.torch_private import pytree
 
 # Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has
@@ -165,12 +166,9 @@ class MeshExchange(Exchange):
             with particles.vmap_context():
                 return [leaf.shape[1:] for leaf in torch.func.vmap(one, randomness="different")(particles.rows())]
 
-        self._probing = True
-        try:
-            with preserve_random_state(self.posterior.device), torch.no_grad(), particles.runner.run_context():
-                (two, first), (three, second) = (replayed_rng.record_draws(run, batch, rows) for rows in (2, 3))
-        finally:
-            self._probing = False
+        probing, kept = set_attributes(self, _probing=True), preserve_random_state(self.posterior.device)
+        with probing, kept, torch.no_grad(), particles.runner.run_context():
+            (two, first), (three, second) = (replayed_rng.record_draws(run, batch, rows) for rows in (2, 3))
         axes = [replayed_rng.find_row_axis(a, b) for a, b in zip(first, second, strict=True)]
         return replayed_rng.plan_draws(two, three), axes
 
@@ -245,14 +243,9 @@ class MeshExchange(Exchange):
                 parameter.data = here[name]
         return {name: each[self.member_slice] if name in own else each for name, each in found.items()}
 
-    @contextmanager
-    def _all_members(self) -> Iterator[None]:
+    def _all_members(self) -> AbstractContextManager[None]:
         """Inside, the particles count as many members as there are everywhere."""
-        here, self.particles.members = self.particles.members, self.members
-        try:
-            yield
-        finally:
-            self.particles.members = here
+        return set_attributes(self.particles, members=self.members)
 
     @torch.no_grad()
     def submit_gradients(self, gradients: Gradients) -> Gradients:

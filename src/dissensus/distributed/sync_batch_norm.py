@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.distributed.mesh import Axis
-from dissensus.kernels import fused_norm
 from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.utils.torch_modes import set_attributes, thread
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -41,12 +41,9 @@ class _SumOverRanks(torch.autograd.Function):
 @contextmanager
 def synchronise_norms(axis: Axis) -> Iterator[None]:
     """Inside, batch norm in training mode has the statistics of the rows of all ranks of the axis."""
-    fused_norm.thread.norms = False
-    try:
-        with LayerOverrides({F.batch_norm: partial(synchronised_batch_norm, axis)}):
-            yield
-    finally:
-        fused_norm.thread.norms = True
+    table = {F.batch_norm: partial(synchronised_batch_norm, axis)}
+    with set_attributes(thread, norms=False), LayerOverrides(table):
+        yield
 
 
 def synchronised_batch_norm(

@@ -10,6 +10,7 @@ from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import UNMEASURED
 from dissensus.engine.strategies import Plan, compiled_plan, make_plan, make_strategy, may_compile, plain_plan
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
+from dissensus.kernels.channel_launch import load_wanted
 from dissensus.kernels.fused_norm import can_fuse_layers
 
 
@@ -120,6 +121,8 @@ class AdaptiveStep:
 
     def _prepare_graph(self, batch: Batch, way: BreakEven) -> None:
         how = {"timed": way.times_convolutions, "fused": way.fused}
+        if way.fused:
+            load_wanted()
         self._use(make_plan("auto", self.eager.posterior, batch, precision=self.eager.precision, **how))
         if self.captured is not None and way.pace.is_known and way.pace.fused >= way.fused:
             self.captured.warm_up = 0  # its kernels are loaded

@@ -13,14 +13,17 @@ Times differ from run to run: where runs must be equal to the last bit, the numb
 
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from dissensus.kernels.channel_launch import load_later
+from dissensus.utils.torch_modes import set_attributes, thread
 
 log = logging.getLogger("dissensus")
 
@@ -31,7 +34,8 @@ LAUNCHING = 0.8  # the share of a call from which launching is what takes the ti
 CAPTURE = 3  # launches of a plain call that a graph takes: a warm-up and a capture
 FIRST = 0.02  # seconds more for the first graph of a process
 MEASURED = 3  # the call that is measured: those before it load libraries and make an optimiser's state
-LOADING = 0.4  # seconds for the kernels of fused layers, once per process: else a graph holds the layers one by one
+# Seconds for the kernels of fused layers, once per process, and to compile them; else a graph holds the layers one by one.
+LOADING, BUILDING = 0.4, 8.0
 TIMED, TIMING = 0.08, 1.5  # share saved, and seconds taken, by cuDNN's timing its algorithms
 SAVED_BY_COMPILING, COMPILING = 1 / 3, 60.0
 FEW, MANY = 5, 500  # calls from which a graph pays, and timing algorithms, where the number of calls decides
@@ -104,22 +108,31 @@ def may_pay(pace: Pace, count: int | None) -> bool:
     return count is None or pays(count * SLOWEST, *pace.estimate())
 
 
-_where = threading.local()
-
-
-@contextmanager
-def decide_by_count() -> Iterator[None]:
+def decide_by_count() -> AbstractContextManager[None]:
     """Inside, the number of calls decides, and no time: equal runs are then equal to the last bit."""
-    before, _where.by_count = getattr(_where, "by_count", False), True
-    try:
-        yield
-    finally:
-        _where.by_count = before
+    return set_attributes(thread, by_count=True)
 
 
 def is_deterministic() -> bool:
     """Whether torch was told to be deterministic: then times decide nothing."""
     return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def is_decided_by_count() -> bool:
+    """Whether times decide nothing here."""
+    return is_deterministic() or thread.by_count
+
+
+def begin_plainly(engine: str) -> AbstractContextManager[object]:
+    """What a run with this engine enters: kernels are loaded once that pays."""
+    return load_later() if engine == "auto" and not is_decided_by_count() else nullcontext()
+
+
+@cache
+def seconds_of_loading() -> float:
+    """Seconds for the kernels of fused layers, which triton keeps on disk once it has compiled them."""
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")
+    return LOADING if any(Path(folder).glob("*/normalise_rows.json")) else BUILDING
 
 
 class BreakEven:
@@ -132,7 +145,7 @@ class BreakEven:
 
     def __init__(self, pace: Pace, device: torch.device, count: int | None, *, first: int = 0) -> None:
         self.pace, self.device, self.count, self.first = pace, device, count, first
-        self.by_count = not pace.compiles and (is_deterministic() or getattr(_where, "by_count", False))
+        self.by_count = not pace.compiles and is_decided_by_count()
         self.calls = 0  # so far
         pace.calls += count or 0
         never = count is not None and count <= first
@@ -198,7 +211,7 @@ class BreakEven:
         """Seconds to load the kernels of fused layers, with which convolutions have shapes that are new to cuDNN, too."""
         if not self.pace.loads or (self.pace.fused and self.pace.is_known):
             return 0.0
-        return LOADING * ("fused layers" not in _loaded) + TIMING * torch.backends.cudnn.benchmark
+        return seconds_of_loading() * ("fused layers" not in _loaded) + TIMING * torch.backends.cudnn.benchmark
 
     @property
     def _seconds_expected(self) -> float:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 import traceback
 import warnings
 from collections import Counter
@@ -36,7 +35,7 @@ from dissensus.engine.break_even import BreakEven, is_deterministic, known_pace
 from dissensus.kernels.fused_norm import can_fuse_layers, fuse_layers
 from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.utils.torch_modes import convolution_timing
+from dissensus.utils.torch_modes import convolution_timing, set_attributes, thread
 from dissensus.utils.torch_private import is_transformed, outside_transforms
 
 log = logging.getLogger("dissensus")
@@ -112,26 +111,9 @@ def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-class _Thread(threading.local):
-    for_graph = False
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def for_graph() -> Iterator[None]:
+def for_graph() -> AbstractContextManager[None]:
     """Inside, members run as a graph will hold them: before a capture, to load kernels, and in it."""
-    before, _thread.for_graph = _thread.for_graph, True
-    try:
-        yield
-    finally:
-        _thread.for_graph = before
-
-
-def is_for_graph() -> bool:
-    """Whether this call is one that a graph will hold, or prepares it."""
-    return _thread.for_graph
+    return set_attributes(thread, for_graph=True)
 
 
 class CapturedCalls:

@@ -30,6 +30,7 @@ from dissensus.engine.loader import Loader
 from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import one_of
+from dissensus.utils.torch_modes import set_attributes
 
 log = logging.getLogger("dissensus")
 
@@ -268,18 +269,10 @@ class _BatchPrediction:
             running.merge(other)
         return running.summary()
 
-    @contextmanager
-    def run_in_loop(self) -> Iterator[None]:
+    def run_in_loop(self) -> AbstractContextManager[None]:
         """Inside, members run in a loop."""
         stored = [each for each in self.draw.drawn.modules() if isinstance(each, Particles)]
-        ways = [particles.how for particles in stored]
-        for particles in stored:
-            particles.how = "loop"
-        try:
-            yield
-        finally:
-            for particles, how in zip(stored, ways, strict=True):
-                particles.how = how
+        return set_attributes(*stored, how="loop")
 
     def _check_and_move(self, x: Inputs) -> Inputs:
         self.late.add_input_check(x)

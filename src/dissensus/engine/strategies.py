@@ -29,20 +29,13 @@ from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.member import run_compiled
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.posterior import Posterior
-from dissensus.engine.cuda_graphs import (
-    Constants,
-    Graph,
-    Lanes,
-    failure_reason,
-    for_graph,
-    is_for_graph,
-    timed_convolutions,
-)  # fmt: skip
+from dissensus.engine.cuda_graphs import Constants, Graph, Lanes, failure_reason, for_graph, timed_convolutions
 from dissensus.engine.memory import UNMEASURED, PeakMemory, free_workspaces, measure_peak, reset_peak
 from dissensus.engine.training_step import autocast, request_key
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_modes import thread
 from dissensus.utils.torch_private import ConvNd, raise_at_recompile_limit
 
 log = logging.getLogger("dissensus")
@@ -110,7 +103,7 @@ class LoopStrategy:
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         # Launched one by one, fused layers take longer than torch's own: their arguments are prepared in Python.
-        if not self.fused or not is_for_graph():
+        if not self.fused or not thread.for_graph:
             return self.run(posterior, batch)
         return self.implementations(posterior, batch)
 
@@ -122,7 +115,7 @@ class LoopStrategy:
     def run(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.lanes is None:
             # A graph cannot hold the caller's own leaves: they may be on another stream.
-            own = gradients.member_gradients if is_for_graph() else None
+            own = gradients.member_gradients if thread.for_graph else None
             return gradients.looped_gradients(posterior, batch, member=self.member or own)
         lanes = self.lanes.for_members(posterior.particles.members)
         if posterior.interaction != "couple":

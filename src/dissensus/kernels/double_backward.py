@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm, thread
+from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm
 from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import materialise
+from dissensus.utils.torch_modes import thread
 from dissensus.utils.torch_private import will_run
 
 aten = torch.ops.aten

@@ -6,7 +6,6 @@ up to rounding (`kernels/triton_norm.py`); between the layers nothing is rounded
 with running statistics, batch norm becomes part of the convolution before it (`kernels/fused_conv.py`).
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
 from dissensus.kernels.layer_overrides import BatchNormArguments, LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
+from dissensus.utils.torch_modes import set_attributes, thread
 from dissensus.utils.torch_private import BatchNorm, in_function_transform, version_of
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
@@ -33,25 +33,13 @@ def fuse_layers() -> Iterator[None]:
     if torch.compiler.is_compiling() or not thread.norms:
         yield
         return
-    before, thread.fusing = thread.fusing, True
-    try:
-        with LayerOverrides(OVERRIDES):
-            yield
-    finally:
-        thread.fusing = before
+    with set_attributes(thread, fusing=True), LayerOverrides(OVERRIDES):
+        yield
 
 
 def can_fuse_layers(templates: Iterable[nn.Module]) -> bool:
     """Whether kernels of fused layers may run for these networks, which a process must load first."""
     return any(isinstance(part, BatchNorm) for template in templates for part in template.modules())
-
-
-class _Thread(threading.local):
-    norms = True  # whether batch norm may take other forms: not if its statistics span several processes
-    fusing = False  # whether `fused` is active
-
-
-thread = _Thread()
 
 
 def _read_unseen(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

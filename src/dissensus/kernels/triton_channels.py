@@ -1,4 +1,4 @@
-"""The triton programs of `channel_kernels`: each handles one example and up to WIDTH channels, and loops over positions.
+"""The triton programs of `channel_launch`: each handles one example and up to WIDTH channels, and loops over positions.
 
 `row` and `column`: strides in memory between two positions and two channels of an example; one of them is 1. Each sum is
 computed in float32 by one program, so that results are reproducible.

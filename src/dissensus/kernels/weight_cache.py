@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dissensus.utils.torch_modes import set_attributes
 from dissensus.utils.torch_private import CAST, DispatchMode, pytree, version_of
 
 LEAST = 2**14  # numbers in a tensor below which a cast costs next to nothing
@@ -134,14 +135,13 @@ def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Strea
         beside: for the capture of a CUDA graph, a stream that is not captured: there things are computed at once. Wait for it
             before the first replay, on the stream that is current now.
     """
-    before = _thread.weight_cache, _thread.side_stream, _thread.replay_stream
-    _thread.weight_cache, _thread.side_stream = kept, beside
-    _thread.replay_stream = beside and torch.cuda.current_stream()
-    try:
-        with _CastCacheMode(kept) if casts else nullcontext():
-            yield
-    finally:
-        _thread.weight_cache, _thread.side_stream, _thread.replay_stream = before
+    now: dict[str, Any] = {
+        "weight_cache": kept,
+        "side_stream": beside,
+        "replay_stream": beside and torch.cuda.current_stream(),
+    }
+    with set_attributes(_thread, **now), _CastCacheMode(kept) if casts else nullcontext():
+        yield
 
 
 def compute_cached(what: Hashable, tensors: Parts, make: Callable[..., Found], *, by_rows: bool = False) -> Found:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.member import Member
 from dissensus.core.particles import Particles, Rows
-from dissensus.layers import channel_launch as kernels
+from dissensus.kernels import channel_launch as kernels
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.utils.batch_norm_names import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_modes import eval_mode
+from dissensus.utils.torch_modes import eval_mode, set_attributes
 from dissensus.utils.torch_private import axes_check_of, is_transformed
 
 
@@ -78,15 +78,12 @@ def _average_over_calls(seen: dict[nn.Module, int], size: int) -> Iterator[None]
 @contextmanager
 def statistics_mode(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
     """Only these layers in training mode; modes and momenta are restored afterwards."""
-    momenta = {layer: layer.momentum for layer in layers.values()}
-    with eval_mode(particles.template):
+    with eval_mode(particles.template), ExitStack() as momenta:
         for part in (particles.template, *layers.values()):  # the template alone, which then returns its buffers
             part.training = True
-        try:
-            yield
-        finally:
-            for layer, momentum in momenta.items():
-                layer.momentum = momentum
+        for layer in layers.values():
+            momenta.enter_context(set_attributes(layer, momentum=layer.momentum))
+        yield
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.layers import channel_launch as kernels
+from dissensus.kernels import channel_launch as kernels
 from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer, TransposedLinear, convert_layer
 from dissensus.utils.torch_private import convolve, is_transformed, output_padding
 

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Unpack, final
@@ -25,7 +25,7 @@ from dissensus.layers.conversion import check_layer_names
 from dissensus.numerics.randomness import next_seed
 from dissensus.utils.checks import fraction, integer
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_modes import eval_mode, plain_attention
+from dissensus.utils.torch_modes import eval_mode, plain_attention, set_attributes
 from dissensus.utils.torch_private import ConvNd, DropoutNd, named_submodules, replace_globals
 
 log = logging.getLogger("dissensus")
@@ -263,34 +263,28 @@ def change_at_sites(network: nn.Module, sites: dict[str, float], change: Change)
     """Inside, tensors at sites are changed: outputs of modules that drop, inputs of weight layers, and functional dropout."""
     calls: Counter[str] = Counter()
     modules = {path.removesuffix("."): part for path, part in named_submodules(network)}
-    handles, modes = [], []
 
     def change_next(name: str, tensor: Tensor, layer: nn.Module, rate: float) -> Tensor:
         calls[name] += 1
         return change(f"{name}#{calls[name] - 1}", tensor, layer, rate)
 
-    def hook(name: str, part: nn.Module, rate: float) -> None:
+    def hook(name: str, part: nn.Module, rate: float) -> Any:
         if isinstance(part, DropoutNd) or is_drop_path(part):
-            handles.append(part.register_forward_hook(lambda _, __, output: change_next(name, output, part, rate)))
-        elif isinstance(part, WEIGHT_LAYERS):
-            handles.append(part.register_forward_pre_hook(lambda _, x: (change_next(name, x[0], part, rate), *x[1:])))
-        else:  # functional dropout acts in training mode; submodules keep their own
-            modes.append((part, part.training))
-            part.training = True
+            return part.register_forward_hook(lambda _, __, output: change_next(name, output, part, rate))
+        if isinstance(part, WEIGHT_LAYERS):
+            return part.register_forward_pre_hook(lambda _, x: (change_next(name, x[0], part, rate), *x[1:]))
+        functional.append(name)
+        return set_attributes(part, training=True)  # in which functional dropout acts; submodules keep their own mode
 
-    try:
+    functional: list[str] = []
+    with ExitStack() as changed:
         for name, rate in sites.items():
-            hook(name, modules[name], rate)
-        # The fast path of attention calls no submodule.
-        attends = any(isinstance(each, ATTENTION) for each in modules.values())
-        attention = plain_attention() if attends else nullcontext()
-        with attention, functional_dropout(change_next) if modes else nullcontext():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for part, mode in modes:
-            part.training = mode
+            changed.enter_context(hook(name, modules[name], rate))
+        if any(isinstance(each, ATTENTION) for each in modules.values()):
+            changed.enter_context(plain_attention())  # its fast path calls no submodule
+        if functional:
+            changed.enter_context(functional_dropout(change_next))
+        yield
 
 
 def functional_dropout(change: Change) -> LayerOverrides:

@@ -8,20 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dissensus.utils.torch_modes import thread
 from dissensus.utils.torch_private import DispatchMode
-
-
-class _Thread(threading.local):
-    looks_ahead = False
-
-
-_thread = _Thread()
 
 
 def next_seed() -> int:
     """A seed from torch's generator on the host; looking `ahead`, the next one, without advancing it."""
     source = None
-    if _thread.looks_ahead:
+    if thread.looks_ahead:
         source = torch.Generator()
         source.set_state(torch.get_rng_state())
     return int(torch.randint(2**62, (), generator=source))
@@ -63,11 +57,11 @@ class preserve_random_state:  # not a generator, which takes three times as long
         self.device, self.mine, self.ahead = device, mine, ahead
 
     def __enter__(self) -> None:
-        self.before, self.looked_ahead = generator_states(self.device), _thread.looks_ahead
-        _thread.looks_ahead = self.looked_ahead or self.ahead
+        self.before, self.looked_ahead = generator_states(self.device), thread.looks_ahead
+        thread.looks_ahead = self.looked_ahead or self.ahead
 
     def __exit__(self, *_: object) -> None:
-        _thread.looks_ahead = self.looked_ahead
+        thread.looks_ahead = self.looked_ahead
         if self.mine is None or self.mine() or threading.active_count() == 1:
             restore_generators(self.before, self.device)
 

@@ -10,7 +10,7 @@ cost F of a forward pass:
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -179,13 +179,10 @@ def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[L
         seen[layer] = (h.detach().clone(), z)
         return z.clone()  # an in-place activation then changes only the copy
 
-    hooks = [each.register_forward_hook(keep, with_kwargs=True) for each in linear]
-    try:
-        with torch.enable_grad():
-            out = network(x)  # (N, O)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.enable_grad(), ExitStack() as hooks:
+        for each in linear:
+            hooks.enter_context(each.register_forward_hook(keep, with_kwargs=True))
+        out = network(x)  # (N, O)
     trained = [layer for layer in seen if any(p.requires_grad for p in layer.parameters(recurse=False))]
     ends = [seen[layer][1] for layer in trained]
     # One backward pass for all outputs: their unit vectors are a batch.

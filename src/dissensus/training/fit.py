@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self
 from weakref import WeakSet
 
@@ -24,8 +25,10 @@ from dissensus.distributed.interruptions import Interruptions
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training
 from dissensus.engine import AdaptiveStep, build_step
+from dissensus.engine.break_even import begin_plainly
 from dissensus.engine.loader import Loader
 from dissensus.engine.memory import training_memory
+from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import generator_states
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
 from dissensus.training.history import Epoch, History, PartialEpoch, TrainingStep
@@ -177,6 +180,7 @@ class Trainer:
         self.engine, self.epochs, self.accumulate = division.choose_engine(engine), epochs, accumulate
         self._begin(so_far.told)
         dtype = _autocast_dtype(precision, plan.posterior)
+        self.mixed = partial(autocast, plan.posterior.device, dtype)
         self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "precision": dtype}
         self.step: AdaptiveStep | None = None
         self._inside = ExitStack()
@@ -197,6 +201,7 @@ class Trainer:
     def __enter__(self) -> Self:
         device = self.posterior.device  # the current one, because streams and graphs belong to that
         self._inside.enter_context(torch.cuda.device(device if device.type == "cuda" else -1))
+        self._inside.enter_context(begin_plainly(self.engine))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -234,7 +239,8 @@ class Trainer:
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
                 counted = counted or given.weight is None or bool(given.weight.any())
-                batch = posterior.prepare_batch(given)
+                with self.mixed():  # a first batch is tried: else with kernels that training does not load
+                    batch = posterior.prepare_batch(given)
                 posterior.before_step(batch)
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
                     divided.enter_context(self.division.local_state(self.plan.optimizer, batch))

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,18 @@ from dissensus.utils.tensor_tree import TensorTree, all_submodules
 
 _switching, _outside = threading.Lock(), list[bool]()  # how cuDNN was set outside of every `convolution_timing`
 
+
+class _Switches(threading.local):
+    """What is on in this thread; `set_attributes` changes it for a while."""
+
+    for_graph = False  # this call is one that a CUDA graph will hold, or prepares it
+    by_count = False  # the number of calls decides when to prepare a faster way, and no time
+    fusing = False  # layers are fused with those after them
+    norms = True  # batch norm may take other forms: not if its statistics span several processes
+    looks_ahead = False  # seeds that are drawn do not advance torch's generator
+
+
+thread = _Switches()
 _mode = attrgetter("training")
 
 
@@ -67,6 +80,21 @@ def _has_plain_mode(part: nn.Module) -> bool:
 
 
 @contextmanager
+def set_attributes(*places: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes of each of these objects have these values; afterwards those from before."""
+    before = [{name: getattr(place, name) for name in values} for place in places]
+    try:
+        for place in places:
+            for name, value in values.items():
+                setattr(place, name, value)
+        yield
+    finally:
+        for place, old in zip(places, before, strict=True):
+            for name, value in old.items():
+                setattr(place, name, value)
+
+
+@contextmanager
 def convolution_timing(on: bool) -> Iterator[None]:
     """Inside, cuDNN times its algorithms for every convolution of a shape that it meets for the first time, or never does."""
     with _switching:
@@ -78,6 +106,11 @@ def convolution_timing(on: bool) -> Iterator[None]:
         with _switching:  # the last thread that leaves restores what the first one found
             torch.backends.cudnn.benchmark = outside if len(_outside) > 1 else _outside[0]
             _outside.pop()
+
+
+def untimed_convolutions(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, cuDNN times nothing: what runs once, in a precision or shape of its own, would be timed for nothing."""
+    return convolution_timing(False) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.parameter_groups import Group
 from dissensus.utils.tensor_tree import Tensors, TensorTree, named_tensors
-from dissensus.utils.torch_modes import eval_mode
+from dissensus.utils.torch_modes import eval_mode, untimed_convolutions
 
 log = logging.getLogger("dissensus")
 MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every call is negligible
@@ -186,7 +186,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         self.stored.get_buffer("own.latents").copy_(latents)
         if self._first is not None:
             (batch, before), self._first = self._first, None
-            with inference_context(self):
+            with inference_context(self), untimed_convolutions(self.device):
                 total, weight = log_prob_sum(self.likelihood, self.draw().predict(batch.x), batch.y, batch.weight)
             if not (after := -float(total / weight)) <= before + 0.1:  # nats per row
                 advice = "train the network longer first, or pass a lower posterior_temperature"
@@ -232,7 +232,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         # not as long as the batch, such as one row for all examples
         self._unbatched_inputs |= {i for i, tensor in each if tensor.ndim and len(tensor) not in (1, size)}
         if shapes not in self._checked_shapes and size:
-            with inference_context(self):
+            with inference_context(self), untimed_convolutions(self.device):
                 known = self._unbatched_inputs
                 if not self.network_is_random and (tables := node_latents.find_input_tables(particles, x, known)):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"

@@ -6,13 +6,14 @@ GPU with triton, which every CUDA build of torch for Linux has; callers can comp
 """
 
 import logging
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dissensus.core.member_runner import first_line
+from dissensus.utils.torch_modes import set_attributes
 from dissensus.utils.torch_private import is_transformed
 
 log = logging.getLogger("dissensus")
@@ -20,6 +21,22 @@ log = logging.getLogger("dissensus")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEWEST = 128  # with fewer programs, most of a GPU would be idle
 TILE = 4096  # numbers that a program processes at a time
+
+
+class _Loading:
+    later = False  # whether a run may be too short for it to pay
+    wanted = False  # whether it had a use for the kernels
+
+
+def load_later() -> AbstractContextManager[None]:
+    """Inside, the kernels run once somebody has loaded them, as `load_wanted` does; else their users do without."""
+    return set_attributes(_Loading, later=True)
+
+
+def load_wanted() -> None:
+    """Loads the kernels if a run had a use for them: it is long enough."""
+    if _Loading.wanted:
+        find_triton()
 
 
 class Layout(NamedTuple):
@@ -34,6 +51,9 @@ class Layout(NamedTuple):
 def channel_layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
     """Memory layout of x (N, C, ...), or (N, ..., C) if `channels_last`; None if the kernels do not support it."""
     if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or is_transformed(x):
+        return None
+    if _Loading.later and not find_triton.cache_info().currsize:
+        _Loading.wanted = True
         return None
     if find_triton() is None or (x.dtype is torch.bfloat16 and not takes_bfloat16(x.device)):
         return None
@@ -59,7 +79,10 @@ def find_triton() -> Any:
         tried = torch.ones(64, device="cuda")  # one example of two channels and 32 positions
         triton_channels.times_program[(2,)](tried, tried, torch.empty_like(tried), 3, 32, 2, 1, 32, ROWS=32, WIDTH=1)
     except Exception as error:  # a compiler may raise anything
-        log.info("latents and frozen batch norm run without the library's fast kernels (%s)", first_line(error))
+        log.info(
+            "latents and frozen batch norm run without the library's fast kernels (%s)",
+            str(error).strip().partition("\n")[0],
+        )
         return None
     return triton_channels
 
