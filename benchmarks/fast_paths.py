@@ -33,8 +33,7 @@ import dissensus as ds
 from dissensus.core import gradients, member_runner, particles
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step, cuda_graphs, fast_optimisers, prediction_loop, strategies, training_step
-from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
-from dissensus.kernels import channel_launch
+from dissensus.kernels import channel_launch, cpu_products, fused_conv, fused_norm, multi_tensor
 from dissensus.methods import forde
 from dissensus.utils import tensor_tree
 from dissensus.utils.tensor_tree import all_submodules
@@ -75,7 +74,7 @@ def step(
     sgd = partial(torch.optim.SGD, made.parameter_groups(1e-3), lr=1e-3, momentum=0.9)
     optimizer = made.default_optimizer() if adam else sgd()
     if device == "cuda":
-        fast_optimisers.use_channels_last(made)
+        fast_optimisers.use_channels_last(made.particles)
     first = Batch(x, y)
     run = build_step(engine, made, optimizer, first, count=5000, precision=precision)
 

@@ -201,7 +201,7 @@ def gradients(given: argparse.Namespace) -> Iterator[Row]:
     for name, method in {"deep ensemble": ds.DeepEnsemble, "FoRDE": ds.FoRDE}.items():
         for dtype, precision in ((torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)):
             posterior = method(copy.deepcopy(networks)).to(DEVICE, dtype).train()  # type: ignore[attr-defined]
-            use_channels_last(posterior)
+            use_channels_last(posterior.particles)
             batch = images(32, dtype)
             # Without TF32, whose own rounding is 1e-3.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):

@@ -328,6 +328,20 @@ def test_parts_stay_on_the_host_and_run_on_the_gpu(monkeypatch):
     assert ds.summarise(posterior.to("cuda"), loader).mean.device.type == "cuda"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_drawn_convolutions_lie_in_memory_as_trained_ones_do():
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 3))
+    rows = ds.data.Batches(torch.randn(64, 3, 8, 8), torch.randint(3, (64,)), batch_size=16)
+    posterior = ds.SWAG(layers, samples=3, rank=2)
+    ds.fit(posterior, rows, epochs=3, progress=False)
+    drawn = posterior.stored.each[0].own_buffers()["network.0.weight"]
+    assert drawn.shape == (3, *layers[0].weight.shape)
+    assert drawn.stride()[1:] == layers[0].weight.stride() == (27, 1, 9, 3)
+    of_draws = torch.stack([posterior.draw().member(i)(rows.x[:5].cuda()) for i in range(3)])
+    torch.testing.assert_close(of_draws, posterior(rows.x[:5].cuda()), rtol=1e-4, atol=1e-4)
+
+
 def test_noise_is_relative_to_each_tensors_rms():
     module = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 3)).double()
     with torch.no_grad():

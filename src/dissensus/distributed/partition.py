@@ -127,7 +127,7 @@ class MeshTrainingPartition(TrainingPartition):
         check_same(mesh.gather_objects(self._length), "number of batches", "make the loaders equally long")
 
     def begin(self) -> None:
-        use_channels_last(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
+        use_channels_last(self.particles)  # all members, so that those that lie here stay laid out from epoch to epoch
         self._broadcast_tensors()
         device = self.posterior.device
         restore_generators(self.broadcast_object(generator_states(device)), device)

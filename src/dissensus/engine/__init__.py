@@ -28,7 +28,7 @@ def build_step(
     accumulate: int = 1,
 ) -> AdaptiveStep:
     """A training step for batches like this one, of which `count` will come; None if nobody knows."""
-    use_channels_last(posterior)  # first: the optimiser's states follow
+    use_channels_last(posterior.particles)  # first: the optimiser's states follow
     if memory is not None and engine == "auto" and not memory.fits_at_once(posterior.device):
         log.info("members run one after the other: there is not enough memory for all at once")
         engine = "loop"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dissensus.core.posterior import Posterior
+from dissensus.core.particles import Particles
 from dissensus.utils.parameter_groups import count_optimizer_step
 from dissensus.utils.sharding import is_divided
 from dissensus.utils.torch_private import adam_kernels, add_tensors, has_step_hooks, sgd_kernel, subtract_tensors
@@ -27,17 +27,17 @@ def can_skip(optimizer: Optimizer) -> bool:
     return can_be_captured(optimizer) and (fused or getattr(optimizer, "skips", False))
 
 
-def use_channels_last(posterior: Posterior) -> None:
+def use_channels_last(particles: Particles) -> None:
     """Converts weights of 2-D convolutions, also stacked ones, to channels-last in place; only on a GPU."""
-    if posterior.device.type != "cuda":
+    if particles.device.type != "cuda":
         return
-    particles = posterior.particles
     layers = [name for name, module in particles.template.named_modules() if isinstance(module, nn.Conv2d)]
     names = {f"{name}.weight" if name else "weight" for name in layers}
-    for name, parameter in {**particles.own_parameters(), **particles.shared_parameters()}.items():
-        if name in names and not is_divided(parameter):
+    trained = {**particles.own_parameters(), **particles.shared_parameters()}
+    for name, weight in {**trained, **particles.own_buffers()}.items():  # drawn weights are buffers
+        if name in names and not is_divided(weight):
             # (O, I, H, W) or (M, O, I, H, W), with the channel axis I innermost in memory.
-            parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
+            weight.data = weight.data.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
 def use_fused_kernels(optimizer: Optimizer) -> Callable[[], None]:

@@ -115,20 +115,15 @@ def training_memory(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     key = ("activations", *request_key(posterior, batch, precision))
     if (found := posterior.particles.runner.plans.get(key)) is None:
-        use_channels_last(posterior)  # as in training, on a GPU
+        use_channels_last(posterior.particles)  # as in training, on a GPU
         measure = _measure_member if posterior.device.type == "cuda" else _count_kept_bytes
         found = posterior.particles.runner.plans[key] = measure(posterior, batch, precision)
     activations, workspace = found
     settings, members = optimizer.param_groups[0], posterior.particles.members
     states = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
-    drawing = [each for each in (posterior, *posterior.watchers) if hasattr(type(each), "drawn_bytes")]
-    drawn = sum(each.drawn_bytes() for each in drawing)
-    sizes = (
-        _bytes([*parameters, *posterior.buffers()]) - recorded,
-        _bytes(trained),
-        states * _bytes(trained),
-        activations,
-    )
+    drawn = sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(type(each), "drawn_bytes"))
+    held, own = _bytes([*parameters, *posterior.buffers()]) - recorded, _bytes(trained)
+    sizes = (held, own, states * own, activations)
     return Memory(*sizes, members=members, workspace=workspace, recorded=recorded, drawn=drawn)
 
 

@@ -21,6 +21,7 @@ from dissensus.core.member import NUMBER, PREFIX
 from dissensus.core.networks import MethodKeywords, Networks, NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.weights import Recorder, Weights
+from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.memory import format_bytes, free_bytes
 from dissensus.layers.batch_norm import refresh_statistics
 from dissensus.numerics.randomness import own_generator
@@ -174,7 +175,9 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         mine = {*sampled, *statistics, *(own if several else ())}
         kept = {*particles.shared.state_dict(), *particles.own.state_dict()}
         rows |= sampled
-        return Particles.split(template, rows, own=mine.__contains__, kept=kept, members=total, held=held)
+        family = Particles.split(template, rows, own=mine.__contains__, kept=kept, members=total, held=held)
+        use_channels_last(family)  # as `fit` has done with the networks
+        return family
 
     @final
     def check_network(self) -> None:
