@@ -15,6 +15,7 @@ time stamps, beyond the last of them extrapolated. On a CPU the clock is the pro
 
 import argparse
 import cProfile
+import gc
 import json
 import math
 import os
@@ -443,6 +444,7 @@ def main() -> None:
         torch.set_num_threads(given.threads)  # with several, waiting counts as processor time
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that forks must not initialise CUDA
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True).zero_grad()  # torch imports its compiler here
+    gc.freeze()  # else a collection in a process touches, and thereby copies, all that it was forked with: 0.2 s, now and then
     more = {"precision": given.precision, "cudnn_benchmark": not given.no_cudnn_benchmark}
     chosen = [Case(**{**vars(each), **more}) for each in cases(given.device) if re.search(given.cases, str(each))]
     with tempfile.TemporaryDirectory() as folder:
