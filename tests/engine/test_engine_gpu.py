@@ -20,6 +20,7 @@ from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep, adaptive_step, break_even, cuda_graphs
 from dissensus.engine.cuda_graphs import CapturedFunction
 from dissensus.engine.prediction_loop import precision_context
+from dissensus.kernels.multi_tensor import can_run_kernels
 from refusals import refuses
 
 pytestmark = [
@@ -472,6 +473,7 @@ import torch, dissensus as ds
 from torch import nn
 from dissensus.engine import adaptive_step, break_even
 break_even.pays = lambda *_: True
+break_even.Pace.saves = True  # also where another process has the GPU meanwhile
 adaptive_step.may_compile = lambda posterior: False
 make = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), ds.nets.MLP(192, 5, hidden=(2000, 2000))),
@@ -649,6 +651,7 @@ def test_between_the_batches_of_an_epoch_the_host_waits_for_nobody(where: str) -
 @pytest.mark.parametrize("method", ["tradi", "swag"])
 def test_a_recorder_beside_a_captured_step_waits_for_nobody(method: str) -> None:
     torch.manual_seed(0)
+    assert can_run_kernels(torch.device("cuda", torch.cuda.current_device()))  # once they are loaded, they are used
     network = conv_net().cuda()
     posterior = (ds.TRADI(network) if method == "tradi" else ds.SWAG(network, start=0, every=1)).cuda().train()
     optimizer = OPTIMISERS["sgd"](posterior.parameters())

@@ -7,7 +7,6 @@ from torch import Tensor
 from dissensus.core.batch import Batch
 from dissensus.engine.break_even import MANY, BreakEven, is_deterministic, known_pace, may_pay
 from dissensus.engine.cuda_graphs import timed_convolutions
-from dissensus.engine.memory import UNMEASURED
 from dissensus.engine.strategies import Plan, compiled_plan, make_plan, make_strategy, may_compile, plain_plan
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
 from dissensus.kernels.channel_launch import load_wanted
@@ -26,7 +25,6 @@ class AdaptiveStep:
 
     def __init__(self, step: EagerStep, engine: str, batch: Batch, *, count: int | None) -> None:
         posterior, precision, self.eager = step.posterior, step.precision, step
-        self.taken = UNMEASURED  # memory of the gradients, if measured
         self.prepared = ""  # since when, and what was measured, for `engine_name`
         self.captured: CapturedStep | None = None
         self.ways: list[tuple[BreakEven, Callable[[Batch, BreakEven], None]]] = []
@@ -92,7 +90,7 @@ class AdaptiveStep:
     def _use(self, plan: Plan) -> None:
         self._release_graphs()
         self.plan = plan
-        self.taken = plan.taken if plan.taken.alive else self.taken
+        self.taken = plan.taken  # of the way in use: not of one that has been left
         self.eager.strategy = plan.tried or make_strategy(
             plan.kind, compiled=plan.compiled, fused=plan.fused, keeps=plan.keeps
         )
