@@ -121,7 +121,7 @@ def test_where_several_examples_are_batched_by_vmap_kernels_keep_out():
 def test_a_run_loads_the_kernels_where_it_is_long_enough(batches, monkeypatch):
     if kernels.find_triton() is None:
         pytest.skip("needs triton, and there is none here")
-    monkeypatch.setattr(kernels._Loading, "wanted", False)
+    monkeypatch.setattr(kernels, "_wanting", set())
     kernels.find_triton.cache_clear()
     # A graph pays in long runs here, whatever this machine's times are.
     monkeypatch.setattr(break_even, "pays", lambda *_: batches > 100)
@@ -129,6 +129,6 @@ def test_a_run_loads_the_kernels_where_it_is_long_enough(batches, monkeypatch):
     x, y = torch.randn(batches * 32, 3, 32, 32), torch.randint(10, (batches * 32,))
     posterior = ds.NodeBNN(network, data_size=len(x))
     ds.fit(posterior, ds.data.Batches(x, y, batch_size=32), epochs=1, device="cuda", draw=False, progress=False)
-    assert kernels._Loading.wanted
+    assert kernels._wanting
     assert kernels.find_triton.cache_info().currsize == (batches > 100)
     assert kernels.channel_layout(torch.ones(64, 64, 8, 8, device="cuda")) is not None  # beside `fit` they load at once

@@ -131,8 +131,8 @@ def begin_plainly(engine: str) -> AbstractContextManager[object]:
 @cache
 def seconds_of_loading() -> float:
     """Seconds for the kernels of fused layers, which triton keeps on disk once it has compiled them."""
-    folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")
-    return LOADING if any(Path(folder).glob("*/normalise_rows.json")) else BUILDING
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.environ.get("TRITON_HOME", "~"), ".triton", "cache")
+    return LOADING if any(Path(os.path.expanduser(folder)).glob("*/normalise_rows.json")) else BUILDING
 
 
 class BreakEven:

@@ -461,8 +461,7 @@ def precision_context(posterior: Posterior, precision: PredictionPrecision) -> A
 def warn_of_precision(posterior: Posterior, precision: PredictionPrecision) -> None:
     """Warns if predictions in bf16 get corrections and guarantees that were fitted to predictions in float32."""
     fitted = [*posterior.promises, *(["a calibration"] if posterior.calibration is not None else [])]
-    if precision == "bf16":  # to read it, the host waits for the device
-        fitted += ["a temperature"] if float(posterior.temperature) != 1.0 else []
+    fitted += ["a temperature"] if precision == "bf16" and float(posterior.temperature) != 1.0 else []
     if precision == "bf16" and fitted:
         what = "fitted to predictions in float32, applied to predictions in bf16, for which nothing is guaranteed"
         log.warning("%s: %s; predict in float32 where a guarantee must hold", ", ".join(fitted), what)

@@ -6,14 +6,14 @@ GPU with triton, which every CUDA build of torch for Linux has; callers can comp
 """
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dissensus.utils.torch_modes import set_attributes
 from dissensus.utils.torch_private import is_transformed
 
 log = logging.getLogger("dissensus")
@@ -23,19 +23,23 @@ FEWEST = 128  # with fewer programs, most of a GPU would be idle
 TILE = 4096  # numbers that a program processes at a time
 
 
-class _Loading:
-    later = False  # whether a run may be too short for it to pay
-    wanted = False  # whether it had a use for the kernels
+# Runs, in any thread, that may be too short for loading triton to pay; and those that had a use for it.
+_waiting, _wanting = set[object](), set[object]()
 
 
-def load_later() -> AbstractContextManager[None]:
+@contextmanager
+def load_later() -> Iterator[None]:
     """Inside, the kernels run once somebody has loaded them, as `load_wanted` does; else their users do without."""
-    return set_attributes(_Loading, later=True)
+    _waiting.add(run := object())
+    try:
+        yield
+    finally:
+        _waiting.discard(run)
 
 
 def load_wanted() -> None:
     """Loads the kernels if a run had a use for them: it is long enough."""
-    if _Loading.wanted:
+    if _wanting:
         find_triton()
 
 
@@ -52,8 +56,8 @@ def channel_layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
     """Memory layout of x (N, C, ...), or (N, ..., C) if `channels_last`; None if the kernels do not support it."""
     if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or is_transformed(x):
         return None
-    if _Loading.later and not find_triton.cache_info().currsize:
-        _Loading.wanted = True
+    if _waiting and not find_triton.cache_info().currsize:
+        _wanting.update(_waiting)
         return None
     if find_triton() is None or (x.dtype is torch.bfloat16 and not takes_bfloat16(x.device)):
         return None
