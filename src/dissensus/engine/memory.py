@@ -80,8 +80,8 @@ class Memory:
         return self.weights + self.recorded + 2 * self.gradients + self.optimizer
 
     def fits_at_once(self, device: torch.device) -> bool:
-        """Whether all members fit at once; always true of one member, and on the host, which can swap."""
-        free = free_bytes(device) if self.members > 1 else None
+        """Whether all members fit at once; always true on the host, which can swap."""
+        free = free_bytes(device)
         return free is None or self.bytes_at_once - self.weights - self.recorded < 0.9 * free
 
     def __str__(self) -> str:
