@@ -289,8 +289,7 @@ class Posterior(TrainableModule, ABC):
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
         batches.check_input_names(particles.template.network, x)
-        explained = explain_input_errors(x, particles)
-        untimed = untimed_convolutions(self.device)
+        explained, untimed = explain_input_errors(x, particles), untimed_convolutions(self.device)
         with inference_context(self), untimed, RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
             outputs: Tensor = particles.call_first(lambda member: batches.call_network(member.network, x))
             self.network_is_random |= watch.has_drawn

@@ -82,16 +82,14 @@ def _has_plain_mode(part: nn.Module) -> bool:
 @contextmanager
 def set_attributes(*places: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes of each of these objects have these values; afterwards those from before."""
-    before = [{name: getattr(place, name) for name in values} for place in places]
+    before = [(place, name, getattr(place, name)) for place in places for name in values]
     try:
-        for place in places:
-            for name, value in values.items():
-                setattr(place, name, value)
+        for place, name, _ in before:
+            setattr(place, name, values[name])
         yield
     finally:
-        for place, old in zip(places, before, strict=True):
-            for name, value in old.items():
-                setattr(place, name, value)
+        for place, name, value in before:
+            setattr(place, name, value)
 
 
 @contextmanager

@@ -161,11 +161,12 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return [*super().groups(), latents]
 
     def draw(self) -> DrawnFunctions:
-        stored = self.stored
-        if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
+        if self.stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
             mixed = "latents from before the last training steps and present weights"
             log.warning("the stored draw mixes %s; call ds.refresh(posterior, loader) after further training", mixed)
-        latents = self._sample_latents() if stored is None else stored.get_buffer("own.latents")
+        return self._functions(self._sample_latents() if self.stored is None else self.stored.get_buffer("own.latents"))
+
+    def _functions(self, latents: Tensor) -> DrawnFunctions:
         return join_families(
             NodeFunctions.with_fixed_weights(self._network_at(m), self.sites, mine)
             for m, mine in enumerate(latents.chunk(self.particles.members))  # (S, D) of each
@@ -186,8 +187,10 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         self.stored.get_buffer("own.latents").copy_(latents)
         if self._first is not None:
             (batch, before), self._first = self._first, None
+            few = latents.reshape(self.particles.members, self.samples, -1)[:, : 2 * self.components].flatten(0, 1)
             with inference_context(self), untimed_convolutions(self.device):
-                total, weight = log_prob_sum(self.likelihood, self.draw().predict(batch.x), batch.y, batch.weight)
+                found = self._functions(few).predict(batch.x)
+                total, weight = log_prob_sum(self.likelihood, found, batch.y, batch.weight)
             if not (after := -float(total / weight)) <= before + 0.1:  # nats per row
                 advice = "train the network longer first, or pass a lower posterior_temperature"
                 text = "%s is worse than its network: loss of the first batch %.3f before training, %.3f now; %s"
