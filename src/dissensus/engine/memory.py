@@ -123,8 +123,7 @@ def training_memory(
     states = 2 + bool(settings.get("amsgrad")) if "betas" in settings else int(bool(settings.get("momentum")))
     drawn = sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(type(each), "drawn_bytes"))
     held, own = _bytes([*parameters, *posterior.buffers()]) - recorded, _bytes(trained)
-    sizes = (held, own, states * own, activations)
-    return Memory(*sizes, members=members, workspace=workspace, recorded=recorded, drawn=drawn)
+    return Memory(held, own, states * own, activations, members, workspace, recorded, drawn)
 
 
 @contextmanager

@@ -180,10 +180,9 @@ class Trainer:
         self.engine, self.epochs, self.accumulate = division.choose_engine(engine), epochs, accumulate
         self._begin(so_far.told)
         dtype = _autocast_dtype(precision, plan.posterior)
-        self.mixed = partial(autocast, plan.posterior.device, dtype)
+        self.mixed, self._inside = partial(autocast, plan.posterior.device, dtype), ExitStack()
         self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "precision": dtype}
         self.step: AdaptiveStep | None = None
-        self._inside = ExitStack()
 
     def _begin(self, told: dict[str, Any]) -> None:
         """Tells the posterior the length of the run, in steps if it is known; `told`: what a checkpoint knows of it."""
