@@ -7,8 +7,9 @@
 Each library runs in a process of its own (`peer_workers`, one file for each), as its documentation shows and with its fastest
 settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order. A row
 has the median and quartiles over rounds, and `ratio`, the median over rounds of its time over dissensus's: above 1, dissensus
-is faster. `--clock processor` counts processor time instead of time, for one thread on a machine that others use too. The file
-is written after every case; `--resume` leaves out the cases that it has.
+is faster; all are medians over `--restarts` sets of processes, each of which has its own memory layout. `--clock processor`
+counts processor time instead of time, for one thread on a machine that others use too. The file is written after every case;
+`--resume` leaves out the cases that it has.
 """
 
 from __future__ import annotations
@@ -241,6 +242,20 @@ def measured(case: dict[str, Any], workers: dict[str, Worker], *, rounds: int, t
     return rows
 
 
+def pooled(several: Sequence[list[Row]]) -> list[Row]:
+    """Rows of the same case by several sets of processes: medians over the sets, where all of them have a number."""
+    kept = []
+    for row in several[-1]:
+        same = [
+            each for rows in several for each in rows if all(each.get(k) == row.get(k) for k in ("library", "measure"))
+        ]
+        numbers = {name: [each.get(name, "") for each in same] for name in ("seconds", "lower", "upper", "ratio")}
+        known = {name: [*map(float, all_)] for name, all_ in numbers.items() if "" not in all_}
+        middle = {name: f"{median(all_):.4g}" for name, all_ in known.items()}
+        kept.append(row | middle | ({"rounds": sum(each["rounds"] for each in same)} if "rounds" in row else {}))
+    return kept
+
+
 def ready(case: dict[str, Any], workers: dict[str, Worker], arrays: dict[str, str]) -> dict[str, dict[str, Any]]:
     """First answers: on a CPU all get ready at the same time; a GPU is left to one, that times its kernels to choose some."""
     lines = {name: json.dumps(case | (arrays if name == "neural-tangents" else {})) for name in workers}
@@ -390,6 +405,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", default="wall", choices=("wall", "processor"))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--restarts", type=int, default=1, help="sets of processes: each has its own memory layout")
     parser.add_argument("--only", default="", help="a regular expression for operation and network")
     parser.add_argument("--resume", action="store_true", help="leave out cases that the file has")
     parser.add_argument("--libraries", default=",".join(EVERYONE), help="comma-separated")
@@ -431,9 +447,13 @@ def main() -> None:
         and same({**case, "inputs": case["rows"], "threads": options.threads}) not in done
     ]
     needed = {name for name in pythons for case in chosen if offers(name, case["operation"])}
-    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items() if name in needed}
-    for case in chosen:
-        keep(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
+    found: list[list[list[Row]]] = [[] for _ in chosen]
+    for _ in range(options.restarts):
+        workers = {name: Worker(python, name, options.threads) for name, python in pythons.items() if name in needed}
+        for case, several in zip(chosen, found, strict=True):
+            several.append(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
+            keep(pooled(several))
+        [worker.process.kill() for worker in workers.values()]
     if options.device == "cpu" and wanted("import"):
         keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads, timer=timer))
 
