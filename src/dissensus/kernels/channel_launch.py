@@ -23,8 +23,7 @@ FEWEST = 128  # with fewer programs, most of a GPU would be idle
 TILE = 4096  # numbers that a program processes at a time
 
 
-# Runs, in any thread, that may be too short for loading triton to pay; and those that had a use for it.
-_waiting, _wanting = set[object](), set[object]()
+_waiting, _wanting = set[object](), set[object]()  # runs that may be too short to load triton; those with a use for it
 
 
 @contextmanager
