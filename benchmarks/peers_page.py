@@ -175,7 +175,7 @@ def page(rows: Sequence[Row]) -> str:
     clocks = {"perf_counter": "", "process_time": "processor time, "}
     clock = " and ".join(dict.fromkeys(clocks[row["clock"]] for row in rows if row["clock"]))
     facts = f"{clock}medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}"
-    flags = f" --threads {threads}" + " --clock processor" * ("processor" in clock)
+    flags = f" --threads {threads}" + " --clock processor --restarts 4" * ("processor" in clock)
     command = f"python benchmarks/peers.py {'--device cuda' if gpu else '--venvs FOLDER'}{flags} --csv FILE"
     file = "peers_gpu_h200.csv" if gpu else "peers_cpu.csv"
     return "\n\n".join([*parts, f"*`{command}`; {facts}; {made}; all measures in `{file}`.*"])
