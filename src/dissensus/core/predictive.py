@@ -198,8 +198,8 @@ class CategoricalPredictive(Predictive):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, ...) class indices."""
         rows = self.mean.movedim(self.class_axis, -1)  # (B, ..., C)
-        flat = rows.reshape(-1, rows.shape[-1])
-        flat = torch.multinomial(flat, integer("n", n), replacement=True, generator=generator)
+        integer("n", n)
+        flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
         return flat.T.reshape(n, *rows.shape[:-1])
 
 
@@ -219,13 +219,9 @@ class ClassificationPredictive(CategoricalPredictive):
 
     @cached_property
     def log_mean(self) -> Tensor:  # type: ignore[override]
-        each = self._log_probs
-        return each.logsumexp(0) - math.log(len(each)) if len(each) > 1 else each[0]  # log (1/M) Σ_m p_m
-
-    @cached_property
-    def mean(self) -> Tensor:
-        each = self._log_probs.exp()
-        return each.mean(0) if len(each) > 1 else each[0]  # a third of the time of exp(log p̄)
+        # log p̄ = log (1/M) Σ_m p_m
+        each, count = self._log_probs, self._log_probs.shape[0]
+        return each.logsumexp(0) - math.log(count) if count > 1 else each[0]
 
     @property
     def member_means(self) -> Tensor:
@@ -237,7 +233,8 @@ class ClassificationPredictive(CategoricalPredictive):
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        return entropy_terms(self._log_probs.exp()).sum(self.member_axis).mean(0)  # (1/M) Σ_m H[p_m]; 0 log 0 = 0
+        # (1/M) Σ_m H[p_m]; 0 log 0 = 0
+        return entropy_terms(self._log_probs.exp()).sum(self.member_axis).mean(0)
 
     @cached_property
     def epistemic(self) -> Tensor:
@@ -249,7 +246,8 @@ class ClassificationPredictive(CategoricalPredictive):
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability, without a guarantee."""
-        tail, ordered = tail_probability(level), self._log_probs.exp().sort(dim=0).values  # torch.quantile has a limit
+        tail = tail_probability(level)
+        ordered = self._log_probs.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
         return _linear_quantile(ordered, tail), _linear_quantile(ordered, 1 - tail)
 
     def defining_tensors(self) -> tuple[Tensor, ...]:
