@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import dissensus as ds
 import tiny
 from dissensus.core.predictive import RunningSummary
-from dissensus.engine import prediction_loop
+from dissensus.engine import loader as loaders
 from dissensus.storage import blueprints
 from dissensus.training.validation import validation_nll
 from refusals import refuses
@@ -52,26 +52,44 @@ class CountsRows(nn.Module):
     lambda: ds.MAP(CountsRows(noise=1.0)),
     lambda: ds.DeepEnsemble([CountsRows(noise=1.0) for _ in range(3)]),
 ])  # fmt: skip
-@pytest.mark.parametrize("order", [{}, {"shuffle": True, "seed": 1}])
-def test_rows_that_are_read_together_are_predicted_batch_by_batch(make, order):
+@pytest.mark.parametrize("given", [
+    lambda x, y: ds.data.Batches(x, y, batch_size=3),
+    lambda x, y: ds.data.Batches(x, y, batch_size=3, shuffle=True, seed=1),
+    lambda x, y: list(ds.data.Batches(x, y, batch_size=3)),
+    lambda x, y: DataLoader([*zip(x, y, strict=True)], batch_size=3),
+    lambda x, y: iter(uneven(x, y)),
+])  # fmt: skip
+def test_rows_that_are_read_together_are_predicted_batch_by_batch(make, given):
     """Each network sees the batches of the loader, in their order, and draws the same numbers."""
     torch.manual_seed(0)
     posterior, (x, y) = make(), tiny.points(50)
-    found = []
-    for plain in (False, True):
-        loader = ds.data.Batches(x, y, batch_size=3, **order)
-        torch.manual_seed(1)
-        found.append(ds.predict(posterior, list(loader) if plain else loader))
-    together, apart = found
-    assert torch.equal(together.member_means, apart.member_means)
-    assert torch.equal(together.targets, apart.targets)
+    torch.manual_seed(1)
+    together = ds.predict(posterior, given(x, y))
+    torch.manual_seed(1)
+    means, targets = one_by_one(posterior, given(x, y))
+    assert torch.equal(together.member_means, means)
+    assert torch.equal(together.targets, targets)
+
+
+def one_by_one(posterior, loader):
+    """Members' means and targets, from batches that are read alone."""
+    found = [(predictive.member_means, y) for predictive, y in ds.predict_batches(posterior, loader)]
+    means, targets = zip(*found, strict=True)
+    return torch.cat(means, 1), torch.cat(targets)
+
+
+def uneven(x, y):
+    """Batches of other sizes, which may end with a small one, with and without weights."""
+    sizes = (4, 4, 2, 2, 3, 5, 5, 5, 5, 1, 7, 7)
+    parts = zip(x.split(sizes), y.split(sizes), range(len(sizes)), strict=True)
+    return [(a, b, torch.rand(len(b))) if number in (6, 7) else (a, b) for a, b, number in parts]
 
 
 def test_rows_of_mappings_are_read_together():
     (x, y), posterior = tiny.points(50), ds.DeepEnsemble([CountsRows() for _ in range(3)])
     for given in ({"x": x}, {"x": x, "other": x}):
         loader = ds.data.Batches(given, y, batch_size=3)
-        assert torch.equal(ds.predict(posterior, loader).member_means, ds.predict(posterior, list(loader)).member_means)
+        assert torch.equal(ds.predict(posterior, loader).member_means, one_by_one(posterior, loader)[0])
 
 
 def _keep_first(self, x):
@@ -95,7 +113,8 @@ def test_networks_see_rows_that_are_read_together_as_batches(forward, members):
     networks = [tiny.Network(forward, layer=nn.Linear(4, 3).double(), kept=None) for _ in range(members)]
     posterior, (x, y) = ds.DeepEnsemble(networks), tiny.points(50)
     loader = ds.data.Batches(x, y, batch_size=5)
-    assert torch.equal(ds.predict(posterior, loader).member_means, ds.predict(posterior, list(loader)).member_means)
+    for given in (loader, list(loader)):
+        assert torch.equal(ds.predict(posterior, given).member_means, one_by_one(posterior, loader)[0])
 
 
 def test_a_transform_of_raw_inputs_sees_batches():
@@ -112,15 +131,45 @@ def test_few_rows_are_read_together(monkeypatch):
     monkeypatch.setattr(ds.data.Batches, "at", lambda self, rows: (read.append(len(rows)), at(self, rows))[1])
     posterior = ds.MAP(CountsRows())
     for size, augment, expected in (
-        (prediction_loop.SMALL, None, [32, 18]),
+        (loaders.SMALL, None, [32, 18]),
         (4 * 2 * 2, None, [4] * 12 + [2]),
         (1, None, [2] * 25),
-        (prediction_loop.SMALL, lambda x: x, [2] * 25),
+        (loaders.SMALL, lambda x: x, [2] * 25),
     ):
-        monkeypatch.setattr(prediction_loop, "SMALL", size)
+        monkeypatch.setattr(loaders, "SMALL", size)
         read.clear()
         ds.predict(posterior, ds.data.Batches(x, y, batch_size=2, augment=augment))
         assert read == expected
+
+
+def test_neighbours_that_are_alike_are_copied_together(monkeypatch):
+    """At most sixteen, and fewer of large inputs; of one size, but for a smaller one at the end."""
+    x, y = tiny.points(50)
+    every = list(ds.data.Batches(x, y, batch_size=2))
+
+    def read(batches):
+        loader = loaders.Loader(batches)
+        return [
+            (len(given[0]) if isinstance(given, tuple | list) else given, loader.rows)
+            for given in loader.joined_batches()
+        ]
+
+    assert read(every) == [(32, 2), (18, 2)]
+    assert read(uneven(x, y)) == [(10, 4), (2, None), (3, None), (5, None), (10, 5), (6, 5), (14, 7)]
+    # Other types, devices of meaning or shapes stay alone; so does what is no batch of tensors.
+    others = [
+        (x, y),
+        (x.float(), y),
+        (x[:, :2], y),
+        (x, y[:, None]),
+        (x, y[:3]),
+        [x, y, None],
+        (x[:0], y[:0]),
+        {"x": x, "y": y},
+    ]
+    assert [rows for _, rows in read(others)] == [None] * len(others)
+    monkeypatch.setattr(loaders, "SMALL_COPY", 3 * 2 * 4)
+    assert read(every) == [(6, 2)] * 8 + [(2, None)]
 
 
 def test_weights_in_the_loader_are_passed_over():
@@ -409,7 +458,9 @@ def test_a_member_that_predicts_nan_for_a_later_batch_is_named():
                 predicted(posterior, loader(*sizes))
             assert error.value.members == [1]
     read.clear()
-    refuses(lambda: ds.predict(posterior, loader(1e5, 0.0)), "in member 1 at", ds.Diverged)
+    refuses(
+        lambda: ds.summarise(posterior, loader(1e5, 0.0)), "in member 1 at", ds.Diverged
+    )  # predict reads small ones together
     assert read == [1e5]
 
 

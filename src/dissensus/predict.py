@@ -175,7 +175,7 @@ def _predict_all(posterior: Posterior, loader: Iterable[Any], *, keep_members: b
     data = Loader.complete(loader, expect_posterior(posterior))
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    for batch, part in predict_loader(posterior, data, keep_members=keep_members, joined=keep_members, **settings):
+    for batch, part in predict_loader(posterior, data, keep_members=keep_members, **settings):
         if not parts:
             _log_memory(part, data, keep_members=keep_members)
         parts.append(part)
@@ -220,9 +220,7 @@ def _log_memory(predictive: Predictive, loader: Loader, *, keep_members: bool) -
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
     if (count := loader.length) is not None:
-        inputs = (
-            min(inputs, loader.batch_rows) if loader.has_separable_rows else inputs
-        )  # which may be those of several
+        inputs = inputs if loader.rows is None else min(inputs, loader.rows)  # which may be those of several batches
         numbers = inputs * count * (members * outputs if keep_members else outputs)
         size = format_bytes(numbers * described[0].element_size())
         log.info("the prediction of about %d inputs will take %s", inputs * count, size)

@@ -41,6 +41,8 @@ from dissensus.utils.torch_private import is_transformed, outside_transforms
 log = logging.getLogger("dissensus")
 
 MOST_GRAPHS = 3
+# Of a device: only captures on the same stream use again what one of them has freed.
+_capture_stream = functools.cache(torch.cuda.Stream)
 
 
 class Graph:
@@ -89,15 +91,13 @@ class Graph:
 
 @contextmanager
 def _capture_into(graph: torch.cuda.CUDAGraph, pool: Any, *, relaxed: bool) -> Iterator[None]:
-    """As `torch.cuda.graph`; if relaxed, a small cache is not emptied, which takes as long as a capture."""
-    mode, held = "relaxed" if relaxed else "thread_local", torch.cuda.memory_stats()
+    """As `torch.cuda.graph`, but a small cache is not emptied, which can take as long as the capture."""
+    held = torch.cuda.memory_stats()
     unused = held.get("reserved_bytes.all.current", 0) - held.get("allocated_bytes.all.current", 0)
-    if not relaxed or unused > torch.cuda.mem_get_info()[0] / 16:  # earlier graphs leave what only this frees
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-            yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(pool=pool, capture_error_mode=mode)
+    if unused > torch.cuda.mem_get_info()[0] / 16:  # earlier graphs leave what only this frees
+        torch.cuda.empty_cache()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed" if relaxed else "thread_local")
         try:
             yield
         finally:

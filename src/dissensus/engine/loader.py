@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +21,8 @@ from dissensus.utils.process_group import world_size
 
 log = logging.getLogger("dissensus")
 
+TOGETHER, SMALL = 16, 2**23  # batches that are read at once, and how many numbers they may have,
+SMALL_COPY = 2**20  # or, where they are copied for it
 GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
 
 
@@ -43,6 +45,7 @@ class Loader:
         self, given: Any, *, labels: str | None = None, shuffle: bool = False, raw: bool = False, complete: bool = False
     ) -> None:
         data = split_labels(given, labels, required=True)
+        self.rows: int | None = None  # of each batch, where the last read gave several together
         self.given, self.labels, self.is_complete = _batches_of_data(data, shuffle, raw), labels, complete
         if isinstance(given, Loader):
             self.given, self.labels = given.given, labels or given.labels
@@ -83,6 +86,7 @@ class Loader:
         return cls.complete([*map(fill, given)] if bare else fill(given), posterior)
 
     def __iter__(self) -> Iterator[Any]:
+        self.rows = None
         return map(partial(split_labels, labels=self.labels, required=self.labels is not None), self.given)
 
     def __len__(self) -> int:
@@ -113,23 +117,27 @@ class Loader:
         """Whether a row is the same without the others of its batch: see `ds.data.Batches.divisible`."""
         return bool(getattr(self.given, "divisible", False))
 
-    @property
-    def batch_rows(self) -> int:
-        """Number of rows of a batch, of which the last may have fewer; its rows must be separable."""
-        return int(self.given.batch_size)
-
-    @property
-    def row_size(self) -> int:
-        """Numbers of the inputs of a row, which must be separable."""
-        tensors = input_tensors(self.given.x)
-        return max(1, sum(each.numel() for each in tensors) // max(1, len(tensors[0])))
-
-    def joined_batches(self, count: int) -> Iterator[Any]:
-        """The rows of so many batches at once; they must be separable."""
+    def joined_batches(self) -> Iterator[Any]:
+        """Batches, small ones together: then `rows` says how many rows each has."""
+        if not self.has_separable_rows:
+            yield from self._joined_copies()
+            return
+        x, self.rows = input_tensors(self.given.x), int(self.given.batch_size)
+        numbers = self.rows * max(1, sum(each.numel() for each in x) // max(1, len(x[0])))
         rows = iter(self.given.rows())
-        while several := [*islice(rows, count)]:
+        while several := [*islice(rows, max(1, min(TOGETHER, SMALL // numbers)))]:
             ends = range(several[0][0], several[-1][-1] + 1) if isinstance(several[0], range) else torch.cat(several)
             yield self.given.at(ends)
+
+    def _joined_copies(self) -> Iterator[Any]:
+        """Batches of any iterable; neighbours that are alike are copied together."""
+        several: list[Any] = []
+        for given in chain(self, [None]):
+            if several and not _continues(several, given):
+                self.rows = len(several[0][0]) if len(several) > 1 else None
+                yield several[0] if self.rows is None else [*map(torch.cat, zip(*several, strict=True))]
+                several = []
+            several.append(given)
 
     @property
     def row_counts(self) -> tuple[int, int] | None:
@@ -262,6 +270,23 @@ def _gives_batches(dataset: Any) -> bool:
         return False
     except (IndexError, KeyError):  # empty, or not indexed from 0: the loop that reads it will show
         return True
+
+
+def _continues(several: list[Any], given: Any) -> bool:
+    """Whether a batch can be copied together with these: the last may have fewer rows than the others."""
+    kinds, (first, *_) = _kinds_of_rows(given), several
+    if not kinds or kinds != _kinds_of_rows(first) or len(several) == TOGETHER:
+        return False
+    return len(several[-1][0]) == len(first[0]) >= len(given[0]) and (len(several) + 1) * first[0].numel() <= SMALL_COPY
+
+
+def _kinds_of_rows(given: Any) -> list[Any]:
+    """What batches of tensors must have in common; empty if a batch is something else."""
+    tensors = given if isinstance(given, tuple | list) else [None]
+    plain = all(type(each) is Tensor and each.ndim and each.layout is torch.strided for each in tensors)
+    if not plain or len({len(each) for each in tensors}) != 1 or not len(tensors[0]):
+        return []
+    return [(each.shape[1:], each.dtype, each.device) for each in tensors]
 
 
 def _holds_no_code(value: Any) -> bool:

@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -36,7 +36,6 @@ log = logging.getLogger("dissensus")
 
 PredictionPrecision = Literal["float32", "bf16"]
 LITTLE = 2**26  # numbers
-TOGETHER, SMALL = 16, 2**23  # batches that are read at once, and how many numbers they may have
 BEHIND = 16  # batches, where the user's code does not run between them
 
 
@@ -211,32 +210,30 @@ def predict_loader(
     keeps_weights: bool = True,
     labelled: bool = False,
     as_mixture: bool = True,
-    joined: bool = False,
 ) -> Iterator[tuple[Batch, Predictive]]:
     """(batch, predictive of all members, or their summary) of one batch after the other, by all processes on a mesh.
 
     Targets are on the posterior's device. `keeps_weights`: that the user's code, which may change weights, does not run between
-    batches. `labelled`: whether targets must fit the network's outputs. `as_mixture`: False leaves out the calibration of the
-    mixture, for a caller that adds members up. `joined`: whether the rows of small batches may come together; networks see
-    each batch alone.
+    batches; small ones then come together, but networks see each alone. `labelled`: whether targets must fit the network's
+    outputs. `as_mixture`: False leaves out the calibration of the mixture, for a caller that adds members up.
     """
     draw = FixedDraw(posterior, precision, compiled=compiled, keeps_weights=keeps_weights, count=loader.length)
     # On a mesh an error must come with its batch, so that all processes raise it.
     at_once = draw.device.type != "cuda" or connected_mesh(posterior) is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
-    given: Iterable[Any] = loader
-    rows = None
-    if joined and loader.has_separable_rows and connected_mesh(posterior) is None and posterior.inputs is None:
-        rows = loader.batch_rows
-        given = loader.joined_batches(max(1, min(TOGETHER, SMALL // (rows * loader.row_size))))
-    prediction = _BatchPrediction(draw, late, one_at_a_time, rows)
+    alone = (
+        not (keep_members and keeps_weights) or connected_mesh(posterior) is not None or posterior.inputs is not None
+    )
+    given = iter(loader) if alone else loader.joined_batches()
+    prediction = _BatchPrediction(draw, late, one_at_a_time, loader)
 
     def check(batch: Batch) -> Batch:
         if labelled:
             posterior.check_batch(batch)
         return batch
 
-    with prediction.run_in_loop() if one_at_a_time else nullcontext():
+    in_turn = [each for each in draw.drawn.modules() if isinstance(each, Particles)] if one_at_a_time else []
+    with set_attributes(*in_turn, how="loop"):
         work = prediction.predict_members if keep_members else prediction.predict_summary
         read = map(check, posterior.read(given, anywhere=at_once))
         for batch, found in draw.run_batches(work, read, draw.device):
@@ -247,18 +244,15 @@ def predict_loader(
 
 
 class _BatchPrediction:
-    """Predicts batches with a draw and checks them, now or late. `one_at_a_time`: functions run one after the other.
+    """Predicts batches of a loader with a draw and checks them, now or late. `one_at_a_time`: functions run in turn."""
 
-    `rows`: that a network sees at a time, if not all of a batch.
-    """
-
-    def __init__(self, draw: FixedDraw, late: "LateChecks", one_at_a_time: bool, rows: int | None) -> None:
-        self.draw, self.late, self.one_at_a_time, self.rows = draw, late, one_at_a_time, rows
+    def __init__(self, draw: FixedDraw, late: "LateChecks", one_at_a_time: bool, loader: Loader) -> None:
+        self.draw, self.late, self.one_at_a_time, self.loader = draw, late, one_at_a_time, loader
 
     def predict_members(self, batch: Batch) -> Predictive:
         """The prediction of all members."""
         draw, x = self.draw, self._check_and_move(batch.x)
-        described = draw.portion.gather_tensors(lambda: draw.describe_local(x, rows=self.rows))
+        described = draw.portion.gather_tensors(lambda: draw.describe_local(x, rows=self.loader.rows))
         return self._correct_and_check(draw.drawn.likelihood.predictive(*described), 0)
 
     def predict_summary(self, batch: Batch) -> Predictive:
@@ -269,14 +263,9 @@ class _BatchPrediction:
             running.merge(other)
         return running.summary()
 
-    def run_in_loop(self) -> AbstractContextManager[None]:
-        """Inside, members run in a loop."""
-        stored = [each for each in self.draw.drawn.modules() if isinstance(each, Particles)]
-        return set_attributes(*stored, how="loop")
-
     def _check_and_move(self, x: Inputs) -> Inputs:
         self.late.add_input_check(x)
-        return self.draw.check_and_move(x, self.rows)
+        return self.draw.check_and_move(x, self.loader.rows)
 
     def _correct_and_check(self, found: Predictive, first: int) -> Predictive:
         members, maxima = self.draw.correct_members(found, first)

@@ -52,7 +52,7 @@ def make_strategy(kind: Kind, *, compiled: bool = False, fused: bool = True, kee
     """
     in_turn = functools.partial(LoopStrategy, streamed=kind == "streamed", fused=fused)
     make = _make_vectorised if kind == "vectorised" else in_turn
-    ways = {f"{kind}+compiled": _forbid_recompile_limit(make(compiled=True))} if compiled else {}
+    ways = {f"{kind}+compiled": functools.partial(_run_compiled, make(compiled=True))} if compiled else {}
     ways |= {KEEPING: gradients.looped_keeping_graphs} if keeps and not compiled else {}
     ways[kind] = make(compiled=False)
     if kind == "vectorised":
@@ -68,14 +68,10 @@ def _note_fallback(name: str, reason: str, posterior: Objective, batch: Batch) -
         log.info(kept if name == KEEPING else "members run uncompiled: the compiler failed (%s)", reason)
 
 
-def _forbid_recompile_limit(run: Strategy) -> Strategy:
-    """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
-
-    def run_or_raise(posterior: Objective, batch: Batch) -> Gradients:
-        with raise_at_recompile_limit():
-            return run_compiled(posterior.particles, lambda: run(posterior, batch))
-
-    return run_or_raise
+def _run_compiled(run: Strategy, posterior: Objective, batch: Batch) -> Gradients:
+    """Runs the strategy, but raises at dynamo's limit of recompilations, where it would silently run plain code."""
+    with raise_at_recompile_limit():
+        return run_compiled(posterior.particles, lambda: run(posterior, batch))
 
 
 def _make_vectorised(*, compiled: bool) -> Strategy:
@@ -313,10 +309,9 @@ def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured
         particles = posterior.particles
         with particles.lock_network(), particles.runner.run_context(), preserve_random_state(posterior.device):
             if not captured:
-                on_gpu = posterior.device.type == "cuda"
-                return _median_seconds(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+                return _median_seconds(lambda: run(posterior, batch), 3, posterior.device)
             graph = _capture_gradients(run, posterior, batch)
-            return None if graph is None else _median_seconds(graph.replay, repeats=5, synchronise=True)
+            return None if graph is None else _median_seconds(graph.replay, 5, posterior.device)
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # a candidate that cannot run this network is dropped
@@ -352,15 +347,13 @@ def _capture_gradients(run: Strategy, posterior: Posterior, batch: Batch) -> Gra
     return None
 
 
-def _median_seconds(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
+def _median_seconds(function: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Median seconds of a call, without the first one."""
-    times = []
+    times, wait = [], torch.cuda.synchronize if device.type == "cuda" else nullcontext
     for _ in range(1 + repeats):
-        if synchronise:
-            torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         function()
-        if synchronise:
-            torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[repeats // 2]

@@ -114,7 +114,9 @@ def record_calls(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
 def choose_layers(network: nn.Module, x: Inputs, patterns: str | Sequence[str] | None = None) -> list[LinearLayer]:
     """The layers with these names, or, without patterns, the last layer called for x that the outputs depend on."""
     modules = dict(network.named_modules())
-    watched = {name: layer for name, layer in modules.items() if _multiplies_weights(layer)}
+    # Layers that multiply by their own weights: the last of them must be linear.
+    weighted = {name for name, each in modules.items() if any(p.ndim > 1 for p in each.parameters(recurse=False))}
+    watched = {name: layer for name, layer in modules.items() if name in weighted or isinstance(layer, nn.Linear)}
     if patterns is not None:
         watched, _ = convertible_layers(network, layers=[patterns] if isinstance(patterns, str) else patterns)
     with torch.enable_grad(), record_calls(watched) as seen:
@@ -242,11 +244,6 @@ def curvature_root(a: Tensor, u: Tensor | None, axis: int, *, whole: bool) -> Ro
     square = v.square().sum(axis, keepdim=True).clamp(tiny, 1.0)
     k = (1 - (1 - square).sqrt()) / square
     return lambda e: d * (e - k * v * (v * e).sum(axis, keepdim=True))
-
-
-def _multiplies_weights(layer: nn.Module) -> bool:
-    """Whether a layer multiplies by its own weights: the last such layer called must be linear."""
-    return isinstance(layer, nn.Linear) or any(p.ndim > 1 for p in layer.parameters(recurse=False))
 
 
 def _is_linear(layer: nn.Module) -> bool:
