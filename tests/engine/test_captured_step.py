@@ -47,7 +47,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: Capturing())
+    monkeypatch.setattr(cuda_graphs, "_capture_into", lambda *args, **kwargs: Capturing())
     monkeypatch.setattr(training_step, "make_capturable", lambda optimizer, device: lambda: None)
     for module in (cuda_graphs, strategies):
         monkeypatch.setattr(module, "Constants", lambda: Constants("cpu"))

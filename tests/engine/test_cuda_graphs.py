@@ -51,19 +51,19 @@ class Recorded:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list:
-    """What `torch.cuda.graph` was asked for; it warns of an empty graph and of something else."""
+    """What captures were asked for; they warn of an empty graph and of something else."""
     found = []
 
     @contextlib.contextmanager
-    def graph(made, *, pool, capture_error_mode):
-        found.append((type(made), pool, capture_error_mode))
+    def capture_into(made, pool, *, relaxed):
+        found.append((type(made), pool, relaxed))
         try:
             yield
         finally:
             warnings.warn(EMPTY, stacklevel=1)
             warnings.warn("something else", stacklevel=1)
 
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(cuda_graphs, "_capture_into", capture_into)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return found
@@ -79,9 +79,9 @@ def test_a_graph_that_stays_empty_is_no_warning_and_others_are(failing: bool, as
     with warnings.catch_warnings(record=True) as caught, refused:
         warnings.simplefilter("always")
         Graph(refusing if failing else lambda: None, pool="pool")
-    again = [(Recorded, None, "thread_local")] if failing else []  # so that random generators draw again
+    again = [(Recorded, None, False)] if failing else []  # so that random generators draw again
     assert [str(each.message) for each in caught] == ["something else"] * (1 + len(again))
-    assert asked == [(Recorded, "pool", "thread_local"), *again]
+    assert asked == [(Recorded, "pool", False), *again]
 
 
 @pytest.mark.filterwarnings("ignore:something else")

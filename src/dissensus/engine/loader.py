@@ -45,7 +45,7 @@ class Loader:
         self, given: Any, *, labels: str | None = None, shuffle: bool = False, raw: bool = False, complete: bool = False
     ) -> None:
         data = split_labels(given, labels, required=True)
-        self.rows: int | None = None  # of each batch, where the last read gave several together
+        self.rows: int | None = None  # of a batch, where the last read gave several together
         self.given, self.labels, self.is_complete = _batches_of_data(data, shuffle, raw), labels, complete
         if isinstance(given, Loader):
             self.given, self.labels = given.given, labels or given.labels
@@ -274,15 +274,14 @@ def _gives_batches(dataset: Any) -> bool:
 
 def _continues(several: list[Any], given: Any) -> bool:
     """Whether a batch can be copied together with these: the last may have fewer rows than the others."""
-    kinds, (first, *_) = _kinds_of_rows(given), several
-    if not kinds or kinds != _kinds_of_rows(first) or len(several) == TOGETHER:
-        return False
-    return len(several[-1][0]) == len(first[0]) >= len(given[0]) and (len(several) + 1) * first[0].numel() <= SMALL_COPY
+    kinds, first, count = _kinds_of_rows(given), several[0], len(several)
+    fits = bool(kinds) and kinds == _kinds_of_rows(first) and len(first[0]) == len(several[-1][0]) >= len(given[0])
+    return fits and count < TOGETHER and (count + 1) * first[0].numel() <= SMALL_COPY
 
 
 def _kinds_of_rows(given: Any) -> list[Any]:
     """What batches of tensors must have in common; empty if a batch is something else."""
-    tensors = given if isinstance(given, tuple | list) else [None]
+    tensors: Any = given if isinstance(given, tuple | list) else [None]
     plain = all(type(each) is Tensor and each.ndim and each.layout is torch.strided for each in tensors)
     if not plain or len({len(each) for each in tensors}) != 1 or not len(tensors[0]):
         return []

@@ -50,9 +50,10 @@ def make_strategy(kind: Kind, *, compiled: bool = False, fused: bool = True, kee
 
     `fused`: whether graphs may hold layers fused; `keeps`: whether a loop may keep the graphs of members that interact.
     """
-    in_turn = functools.partial(LoopStrategy, streamed=kind == "streamed", fused=fused)
-    make = _make_vectorised if kind == "vectorised" else in_turn
-    ways = {f"{kind}+compiled": functools.partial(_run_compiled, make(compiled=True))} if compiled else {}
+    loop = functools.partial(LoopStrategy, streamed=kind == "streamed", fused=fused)
+    make, ways = _make_vectorised if kind == "vectorised" else loop, dict[str, Strategy]()
+    if compiled:
+        ways[f"{kind}+compiled"] = functools.partial(_run_compiled, make(compiled=True))
     ways |= {KEEPING: gradients.looped_keeping_graphs} if keeps and not compiled else {}
     ways[kind] = make(compiled=False)
     if kind == "vectorised":
