@@ -85,6 +85,16 @@ def test_what_is_loaded_once_pays_in_short_runs_that_recur(monkeypatch) -> None:
     assert run_calls(monkeypatch, 2, told=True, fast=1 / 3, preparation=2.0, pace=alone) == 2.0
 
 
+@pytest.mark.usefixtures("estimates")
+def test_what_a_preparation_loads_once_is_not_expected_of_the_next(monkeypatch) -> None:
+    """A first graph that takes 30, of which 20 load kernels, does not keep later runs of 40 calls from theirs of 10."""
+    monkeypatch.setattr(break_even, "_loaded", set())
+    pace = Pace(plain=1.0, launched=1.0, fusing=0.1)
+    assert run_calls(monkeypatch, 100, told=True, fast=0.5, preparation=30.0, pace=pace) == pytest.approx(80.0)
+    for _ in range(2):
+        assert run_calls(monkeypatch, 40, told=True, fast=0.5, preparation=10.0, pace=pace) == pytest.approx(30.0)
+
+
 def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
     waiting, busy = Pace(plain=1.0, launched=0.95), Pace(plain=1.0, launched=0.3)
     assert waiting.estimate()[0] > 3 * busy.estimate()[0]
@@ -92,12 +102,12 @@ def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
 
 
 @pytest.mark.parametrize(("loads", "counts", "fused"), [
-    (False, [30], [True]), (True, [30], [False]), (True, [60], [True]), (True, [30, 30], [False, True]), (True, [None], [True]),
+    (False, [30], [False]), (True, [30], [False]), (True, [60], [True]), (True, [30, 30], [False, True]), (True, [None], [True]),
 ])  # fmt: skip
 def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, counts, fused, monkeypatch) -> None:
     monkeypatch.setattr(break_even, "_loaded", set())
     monkeypatch.setattr(break_even, "seconds_of_loading", lambda: 5.0)  # of which a tenth of 50 calls pays
-    found, pace = [], Pace(plain=1.0, launched=1.0, loads=loads)
+    found, pace = [], Pace(plain=1.0, launched=1.0, fusing=0.1 * loads)
     for count in counts:
         way = BreakEven(pace, CPU, count)
         while not way.begin_call():
@@ -112,7 +122,7 @@ def test_a_busy_device_gains_nothing_from_a_graph_of_layers_one_by_one(monkeypat
     monkeypatch.setattr(break_even, "_loaded", {"graphs"})
     monkeypatch.setattr(break_even, "seconds_of_loading", lambda: 5.0)
     for count, prepares in ((40, False), (60, True)):  # a tenth of 59 calls, less the capture, pays for the kernels
-        way = BreakEven(Pace(plain=1.0, launched=0.1, loads=True), CPU, count, first=1)
+        way = BreakEven(Pace(plain=1.0, launched=0.1, fusing=0.1), CPU, count, first=1)
         assert [way.begin_call(), way.begin_call()] == [False, prepares]
         assert way.fused or not prepares
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.engine.break_even import MANY, BreakEven, is_deterministic, known_pace, may_pay
+from dissensus.engine.break_even import FUSED, MANY, BreakEven, is_deterministic, known_pace, may_pay
 from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.strategies import Plan, compiled_plan, make_plan, make_strategy, may_compile, plain_plan
 from dissensus.engine.training_step import CapturedStep, EagerStep, request_key
@@ -37,7 +37,7 @@ class AdaptiveStep:
         key = request_key(posterior, batch, precision)
         # Not before the second batch: an optimiser makes its state at its first step, and not in a graph.
         if device.type == "cuda":
-            graph = known_pace(plans, key, loads=can_fuse_layers(posterior.particles.templates))
+            graph = known_pace(plans, key, fusing=FUSED * can_fuse_layers(posterior.particles.templates))
             if may_pay(graph, count):
                 self.ways.append((BreakEven(graph, device, count, first=1), self._prepare_graph))
         compiled = known_pace(plans, key, compiles=True)
@@ -119,7 +119,7 @@ class AdaptiveStep:
 
     def _prepare_graph(self, batch: Batch, way: BreakEven) -> None:
         how = {"timed": way.times_convolutions, "fused": way.fused}
-        if way.fused:
+        if way.fused or not way.pace.fusing:
             load_wanted()
         self._use(make_plan("auto", self.eager.posterior, batch, precision=self.eager.precision, **how))
         if self.captured is not None and way.pace.is_known and way.pace.fused >= way.fused:

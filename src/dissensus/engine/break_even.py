@@ -29,7 +29,7 @@ log = logging.getLogger("dissensus")
 
 # Measured on an H200 with networks from an MLP to ResNet-18, single and in ensembles of ten.
 SAVED = 2 / 3  # the share of a plain call that a graph saves where launching kernels takes longer than running them
-SAVED_BY_FUSING = 0.1  # and where it does not
+FUSED, FUSED_PREDICTIONS = 0.1, 0.4  # and where it does not, by fused layers, in training and in predictions
 LAUNCHING = 0.8  # the share of a call from which launching is what takes the time
 CAPTURE = 3  # launches of a plain call that a graph takes: a warm-up and a capture
 FIRST = 0.02  # seconds more for the first graph of a process
@@ -59,7 +59,7 @@ class Pace:
     fast: float | None = None
     preparation: float | None = None  # once kernels are loaded
     compiles: bool = False  # whether the fast way is compiled code, not a graph
-    loads: bool = False  # whether the network has layers that can be fused
+    fusing: float = 0.0  # the share of a plain call that fused layers save, if the network has such
     fused: bool = False  # whether those of the graph that was measured were
     calls: int = 0  # of all runs, where their number was known
     process: int = field(default_factory=os.getpid)  # copies in other processes have kernels to load
@@ -81,7 +81,7 @@ class Pace:
 
     def estimate(self) -> tuple[float, float]:
         """(share of a plain call that the fast way saves, seconds to prepare it): measured, else estimated."""
-        saved = SAVED_BY_FUSING
+        saved = self.fusing or FUSED
         if self.plain is not None and self.fast is not None:
             saved = 1 - self.fast / self.plain
         elif self.compiles:
@@ -98,9 +98,9 @@ class Pace:
         return ", ".join(found + ([] if self.preparation is None else [f"prepared in {self.preparation:.2g} s"]))
 
 
-def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False, loads: bool = False) -> Pace:
+def known_pace(plans: dict[Any, Any], key: Any, *, compiles: bool = False, fusing: float = 0.0) -> Pace:
     """The pace of calls of this kind and shape, kept among a runner's plans."""
-    return plans.setdefault(("pace", compiles, key), Pace(compiles=compiles, loads=loads))
+    return plans.setdefault(("pace", compiles, key), Pace(compiles=compiles, fusing=fusing))
 
 
 def may_pay(pace: Pace, count: int | None) -> bool:
@@ -153,6 +153,7 @@ class BreakEven:
         self.start = 0.0
         self.prepared_at: int | None = None
         self.fused = True  # whether the fast way may fuse layers: not if their kernels do not pay in this run
+        self.loads = False  # whether the preparation loads or times what later ones need not
 
     @property
     def is_settled(self) -> bool:
@@ -166,12 +167,12 @@ class BreakEven:
     def begin_call(self) -> bool:
         """Call it before each call until all is settled; returns whether to prepare the fast way now."""
         self.calls += 1
-        known = self.by_count or self.pace.plain is not None
-        prepares = self.stage == "plain" and known and self._pays_now()
+        prepares = self.stage == "plain" and (self.by_count or self.pace.plain is not None) and self._pays_now()
         if prepares:
             self.stage, self.prepared_at = "preparing", self.calls
-            fusing_pays = pays(self._seconds_expected, SAVED_BY_FUSING, self._load_seconds)
-            self.fused = self.by_count or self.count is None or fusing_pays
+            load, fusing, always = self._load_seconds, self.pace.fusing, self.by_count or self.count is None
+            self.fused = fusing > 0 and (always or load == 0 or pays(self._seconds_expected, fusing, load))
+            self.loads = "graphs" not in _loaded or (load > 0 and self.fused) or self.times_convolutions
         if self.stage in ("preparing", "measuring") or (self.calls == MEASURED and not self.by_count):
             self._wait()
             self.start = perf_counter()
@@ -183,10 +184,11 @@ class BreakEven:
         if self.stage == "plain" and self.calls == MEASURED and pace.plain is None and not self.by_count:
             pace.launched, pace.plain = self._stop()
         elif self.stage == "preparing" and fast:
-            # Each of its calls as the last, which captured: the first may have loaded what stays loaded.
-            pace.preparation = (self.calls - (self.prepared_at or 0) + 1) * self._stop()[1]
+            # Each of its calls as the last, which captured: the first may have loaded what stays loaded, as the only one may.
+            most = CAPTURE * pace.launched if self.loads and pace.launched else float("inf")
+            pace.preparation = min(most, (self.calls - (self.prepared_at or 0) + 1) * self._stop()[1])
             pace.fused = self.fused
-            _loaded.update(["graphs", *["fused layers"] * (pace.loads and pace.fused)])
+            _loaded.update(["graphs", *["fused layers"] * pace.fused])
             self.stage = "settled" if self.by_count else "measuring"
         elif self.stage == "measuring":
             pace.fast = self._stop()[1]
@@ -209,7 +211,7 @@ class BreakEven:
     @property
     def _load_seconds(self) -> float:
         """Seconds to load the kernels of fused layers, with which convolutions have shapes that are new to cuDNN, too."""
-        if not self.pace.loads or (self.pace.fused and self.pace.is_known):
+        if not self.pace.fusing or (self.pace.fused and self.pace.is_known):
             return 0.0
         return seconds_of_loading() * ("fused layers" not in _loaded) + TIMING * torch.backends.cudnn.benchmark
 

@@ -352,7 +352,6 @@ def _median_seconds(function: Callable[[], object], repeats: int, device: torch.
     """Median seconds of a call, without the first one."""
     times, wait = [], torch.cuda.synchronize if device.type == "cuda" else nullcontext
     for _ in range(1 + repeats):
-        wait()
         start = time.perf_counter()
         function()
         wait()
