@@ -11,6 +11,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.engine.break_even import decide_by_count
+from dissensus.engine.loader import Loader
 from dissensus.methods import SWA, SWAG, TRADI, GaussianPerturbation, SnapshotEnsemble
 from dissensus.methods.parts import sampling_posterior
 from dissensus.numerics.randomness import own_generator
@@ -340,6 +342,35 @@ def test_drawn_convolutions_lie_in_memory_as_trained_ones_do():
     assert drawn.stride()[1:] == layers[0].weight.stride() == (27, 1, 9, 3)
     of_draws = torch.stack([posterior.draw().member(i)(rows.x[:5].cuda()) for i in range(3)])
     torch.testing.assert_close(of_draws, posterior(rows.x[:5].cuda()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batch_statistics_of_draws_are_those_without_a_graph(monkeypatch):
+    """Of batches of two sizes, and of a layer that runs twice."""
+
+    def twice(self, x):
+        return self.head(self.norm(torch.relu(self.norm(self.conv(x)))).mean((2, 3)))
+
+    layers = {"conv": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "head": nn.Linear(4, 3)}
+    torch.manual_seed(0)
+    posterior = ds.SWAG(tiny.Network(twice, **layers).double(), samples=5, rank=2)
+    rows = ds.data.Batches(torch.randn(103, 3, 8, 8).double(), torch.randint(3, (103,)), batch_size=8)
+    ds.fit(posterior, rows, epochs=2, progress=False, draw=False)
+    made, drawn = [], []
+    captured = sampling_posterior.CapturedFunction
+    for make in (
+        lambda *given, **how: made.append(captured(*given, **how)) or made[0],
+        lambda function, **how: function,
+    ):
+        monkeypatch.setattr(sampling_posterior, "CapturedFunction", make)
+        torch.manual_seed(1)
+        with decide_by_count():
+            ds.refresh(posterior, Loader(rows))
+        drawn.append({name: each.clone() for name, each in posterior.stored.each[0].own_buffers().items()})
+    assert len(made[0].graphs) == 1
+    for name, found in drawn[0].items():
+        torch.testing.assert_close(found, drawn[1][name], rtol=0, atol=1e-12)
 
 
 def test_noise_is_relative_to_each_tensors_rms():

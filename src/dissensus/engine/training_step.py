@@ -350,10 +350,8 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
     chosen: Tensors = {}
     for dtype in {value.dtype for value in values.values()}:
         names = [name for name, value in values.items() if value.dtype == dtype]
-        new = [values[name] for name in names]
-        flat = torch.where(
-            flag > 0, flatten_all([before[name].expand_as(values[name]) for name in names]), flatten_all(new)
-        )
+        new, old = [values[name] for name in names], [before[name].expand_as(values[name]) for name in names]
+        flat = torch.where(flag > 0, flatten_all(old), flatten_all(new))
         chosen |= dict(zip(names, unflatten_all(flat, new), strict=True))
     return chosen
 
@@ -374,11 +372,9 @@ class CapturedStep(CapturedCalls):
 
     def __init__(self, step: EagerStep) -> None:
         super().__init__()
-        self.step = step
-        self.finish = step.finish
+        self.step, self.finish, self.posterior = step, step.finish, step.posterior
         self.compiled = "compiled" in step.engine_name
         self.due_to_compare: set[Hashable] = set()  # shapes whose constants are compared in the next step
-        self.posterior = step.posterior
         # parameters and the gradients that a graph writes
         self.gradients: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
         self.active_graph: Graph | None = None  # the graph whose gradients are in `.grad`

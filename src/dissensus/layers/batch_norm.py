@@ -1,7 +1,8 @@
 """Batch norm whose statistics are re-estimated, for sampled or averaged weights, or frozen, in one pass over activations."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,62 +18,69 @@ from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode, set_attributes
 from dissensus.utils.torch_private import axes_check_of, is_transformed
 
+Function = Callable[[batches.Inputs], tuple[Tensor, ...]]
+
 
 @torch.no_grad()
-def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
+def refresh_statistics(
+    particles: Particles,
+    loader: Iterable[Any],
+    device: torch.device,
+    faster: Callable[[Function], Function] | None = None,
+) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, weighted by batch size.
 
     Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and likewise for the (unbiased) variances. A
     layer that runs several times in a forward pass has several terms per batch. Dropout is off, momenta and modes are
     restored, and layers that the caller put in eval mode keep their statistics. Without layers the loader is not read.
+    `faster`: makes a function of a batch that does the same in less time.
     """
     own = set(particles.own_buffers())
     known, fixed = statistics_layers(particles.template), particles.template.always_eval
     layers = {name: each for name, each in known.items() if name not in fixed and f"{name}.running_mean" in own}
     if not layers:
         return
-    kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
-    seen = dict.fromkeys(layers.values(), 0)  # number of examples that have passed the layer
-    found = False
+    names = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
+    calls, seen = dict.fromkeys(layers.values(), 0), dict.fromkeys(names, 0)  # examples that have passed the layer
+    function: Function = partial(_statistics, particles, names, calls)
+    function, found = function if faster is None else faster(function), False
     with statistics_mode(particles, layers):
         for batch in (batches.Batch.from_tuple(given) for given in loader):
             if batch.size == 0:
                 continue
             found, x = True, batches.move_to_device(batch.x, device)
             with batches.UnchangedInputs(x), batches.SmallBatchGuard(x):
-                particles.write_buffers(_statistics(particles, x, kept, seen))
+                after, before = dict(zip(names, function(x), strict=True)), particles.own_buffers()
+            for name, new in after.items():
+                seen[name] += (count := calls[layers[name.rpartition(".")[0]]] * batch.size)
+                if 0 < count < seen[name] and new.is_floating_point():  # the first batch overwrites what was there
+                    after[name] = before[name].lerp(new, count / seen[name])
+            particles.write_buffers(after)
     if not found:
         raise ValueError("expected at least one batch to estimate batch statistics from, got none; pass a loader")
 
 
-def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:
-    """Buffers (M, ...) of these names after each member has run on the batch, which is counted in `seen`."""
-    before = dict(seen)
+def _statistics(
+    particles: Particles, names: list[str], calls: dict[nn.Module, int], x: batches.Inputs
+) -> tuple[Tensor, ...]:
+    """Buffers (M, ...) of these names after each member has run on a batch, means over the `calls` of their layer."""
     shared, common = particles.shared_parameters(), particles.shared_buffers()
 
-    def one(row: Rows) -> Tensors:
-        seen.update(before)  # every member runs on the same batch
-        params, buffers = {**shared, **row.own}, {**common, **row.buffers}
-        with _average_over_calls(seen, batches.count_examples(x)):
-            _, after = particles.call(lambda member: batches.call_network(member.network, x), params, buffers)
-        return {name: after[name] for name in kept}
-
-    return particles.run(one, particles.rows(), particles.members)
-
-
-@contextmanager
-def _average_over_calls(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
-    """Inside, running statistics are means over all calls of their layer, weighted by the number of examples."""
-
     def count(layer: nn.Module, _: Any) -> None:
-        # r ← (1 − m) r + m s with m = n / Σ n is the running mean by size; the first call overwrites r.
-        seen[layer] += size
-        layer.momentum = size / seen[layer]  # type: ignore[assignment]
+        calls[layer] += 1
+        layer.momentum = 1 / calls[layer]  # type: ignore[assignment]
+
+    def one(row: Rows) -> Tensors:
+        calls.update(dict.fromkeys(calls, 0))
+        params, buffers = {**shared, **row.own}, {**common, **row.buffers}
+        _, after = particles.call(lambda member: batches.call_network(member.network, x), params, buffers)
+        return {name: after[name] for name in names}
 
     with ExitStack() as hooks:
-        for layer in seen:
+        for layer in calls:
             hooks.enter_context(layer.register_forward_pre_hook(count))
-        yield
+        found: Tensors = particles.run(one, particles.rows(), particles.members)
+    return tuple(found[name] for name in names)
 
 
 @contextmanager

@@ -166,10 +166,6 @@ def _image_rows(name: str, folder: Root) -> DatasetRows:
     return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
 
 
-def _test_images(name: str, folder: Root) -> TaskRows:
-    return _task_rows(image_set(name, "test", folder=folder))
-
-
 def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
 
@@ -190,11 +186,6 @@ def _far_ring(folder: Root) -> TaskRows:
 def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 0) -> DatasetRows:
     drawn = partial(toy.five_blobs, scale=scale)
     return _toy_rows(drawn(points, seed=draw), drawn(20, seed=1000 + draw), classes=tuple("12345"))
-
-
-def _three_clusters(folder: Root) -> DatasetRows:
-    """The papers' 400 points have no test set: test errors are those on the training points."""
-    return _toy_rows(toy.three_clusters(), toy.three_clusters())
 
 
 def _line_rows(
@@ -273,6 +264,7 @@ def _line_set(description: str, *rows: Any, **defaults: Any) -> TaskSet:
 
 
 _GAPPED, _FEATURES = "with noise on two intervals with a gap between them", "as features x/2 and (x/2)²"
+_CLUSTERS = "400 points in three clusters on a line"
 _SCENES = "images and masks in folders: data.images, data.masks, data.classes"
 _UCI = f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split"
 SETS: dict[str, TaskSet] = {
@@ -285,8 +277,8 @@ SETS: dict[str, TaskSet] = {
         f"x sin x on two intervals, {_FEATURES}", _x_sin_x_features, None, points=45, noise=0.25
     ),
     "five_blobs": TaskSet(_five_blobs, "classification", "five Gaussian blobs on a ring in the plane"),
-    "three_clusters": TaskSet(
-        _three_clusters, "regression", f"400 points in three clusters on a line, {_FEATURES}", "shipped"
+    "three_clusters": TaskSet(  # which has no test set in the papers: test errors are those on the training points
+        lambda folder: _toy_rows(*[toy.three_clusters()] * 2), "regression", f"{_CLUSTERS}, {_FEATURES}", "shipped"
     ),
     "cubic": _line_set("x³ with noise, 20 points on [−4, 4]", toy.cubic, 200, points=20, noise=3.0),
     "cubic_gap": _line_set(f"x³ {_GAPPED}", toy.cubic_gap, 201, points=201, noise=2.0),
@@ -312,7 +304,10 @@ FOREIGN: dict[str, Callable[[Root], TaskRows]] = {
     "fashion": lambda folder: _task_rows(fashion()),
     "digits": lambda folder: _task_rows(digits()[1]),
     "far_ring": _far_ring,
-    **{name: partial(_test_images, name) for name in CATALOGUE},
+    **{
+        name: partial(lambda name, folder: _task_rows(image_set(name, "test", folder=folder)), name)
+        for name in CATALOGUE
+    },
 }
 SHIFTED: dict[str, Callable[..., TaskRows]] = {
     "gap": _x_sin_x_gap,

@@ -40,11 +40,6 @@ class TaskData:
     targets: Standardiser | None  # of the training targets, if networks learn standardised targets
 
     @property
-    def temperature_rows(self) -> TaskRows:
-        """The rows for fitting a temperature."""
-        return self.calibration if len(self.calibration.y) else self.validation
-
-    @property
     def digest(self) -> str:
         """Twelve digits that change with any training, validation or test row."""
         found = hashlib.sha256()

@@ -293,7 +293,8 @@ class Run:
     def save_results(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
         """Writes the results of training: posterior/, log.jsonl and training.json; fits the temperature if requested."""
         scaled = self.config.training.get("temperature", False)
-        temperature = temperature_scale(posterior, self.loader(self.data.temperature_rows)) if scaled else 1.0
+        held_out = self.data.calibration if len(self.data.calibration.y) else self.data.validation
+        temperature = temperature_scale(posterior, self.loader(held_out)) if scaled else 1.0
         if self.is_writer:
             storage.save(posterior, self.folder / "posterior")
             # Written again as a whole: a stopped run may have lost or duplicated its last line.

@@ -10,6 +10,7 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast, final
 
 import torch
@@ -21,6 +22,7 @@ from dissensus.core.member import NUMBER, PREFIX
 from dissensus.core.networks import MethodKeywords, Networks, NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.weights import Recorder, Weights
+from dissensus.engine.cuda_graphs import CapturedFunction
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.memory import format_bytes, free_bytes
 from dissensus.layers.batch_norm import refresh_statistics
@@ -138,7 +140,9 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
     def _refresh_statistics(self, families: Iterable[Particles], loader: Iterable[Any] | None) -> None:
         if loader is not None:
             for family in families:
-                refresh_statistics(family, self.read(loader), self.device)
+                functions, count = SampledFunctions(family, self.device), getattr(loader, "length", None)
+                faster = None if self.network_is_random else partial(CapturedFunction, drawn=functions, count=count)
+                refresh_statistics(family, self.read(loader), self.device, faster)
 
     @final
     def make_functions(self, families: Families) -> DrawnFunctions:
