@@ -102,7 +102,8 @@ def test_a_device_that_is_busy_all_the_time_gains_little_from_a_graph() -> None:
 
 
 @pytest.mark.parametrize(("loads", "counts", "fused"), [
-    (False, [30], [False]), (True, [30], [False]), (True, [60], [True]), (True, [30, 30], [False, True]), (True, [None], [True]),
+    (False, [30], [False]), (True, [30], [False]), (True, [60], [True]), (True, [30, 30], [False, True]),
+    (True, [None], [True]),
 ])  # fmt: skip
 def test_layers_are_fused_where_loading_their_kernels_pays_or_runs_recur(loads, counts, fused, monkeypatch) -> None:
     monkeypatch.setattr(break_even, "_loaded", set())
