@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
+import tiny
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.data import Batches
@@ -296,6 +297,31 @@ def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     assert "MiB" in str(memory) or "KiB" in str(memory)
 
 
+@pytest.mark.parametrize("make", [
+    lambda: ds.MAP(conv()), lambda: ds.MeanFieldVI(conv(), data_size=100), lambda: ds.NodeBNN(conv(), data_size=100),
+    lambda: ds.FoRDE([conv() for _ in range(3)]),
+])  # fmt: skip
+def test_kept_activations_are_told_by_few_rows_of_a_large_batch(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In less time, and the same to the byte; a network that wants all rows gets them."""
+    posterior, (x, y) = make().double(), data(shape=(1, 4, 4), rows=64)
+    batch, optimizer, found = Batch(x, y), torch.optim.SGD(posterior.parameters()), []
+    for few in (8, 64):
+        monkeypatch.setattr("dissensus.engine.memory.FEW", few)
+        posterior.particles.runner.plans.clear()
+        found.append(training_memory(posterior, optimizer, batch).activations)
+    assert found[0] == found[1] > 0
+
+
+def test_kept_activations_of_a_network_for_one_batch_size_are_counted() -> None:
+    posterior = ds.MAP(tiny.Network(lambda self, x: self.layer(x.view(16, 10)), layer=nn.Linear(10, 3)))
+    alike = ds.MAP(tiny.Network(lambda self, x: self.layer(x), layer=nn.Linear(10, 3)))
+    batch = Batch(torch.randn(16, 10), torch.randint(3, (16,)))
+    counts = [
+        training_memory(each, torch.optim.SGD(each.parameters()), batch).activations for each in (posterior, alike)
+    ]
+    assert counts[0] == pytest.approx(counts[1], abs=64)
+
+
 def test_counting_activations_leaves_none_behind() -> None:
     outputs: list[weakref.ref[Tensor]] = []
 
@@ -412,7 +438,8 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(strategies, "autocast", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(strategies, "free_workspaces", lambda: None)  # there need be no GPU
+    monkeypatch.setattr(strategies, "free_cublas_workspaces", lambda: None)  # there need be no GPU
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(strategies, "reset_peak", lambda device: None)
     monkeypatch.setattr(strategies, "measure_peak", lambda _: contextlib.nullcontext([]))
     chosen = strategies.make_plan("auto", posterior, Batch(*data()), precision=None)
@@ -427,7 +454,8 @@ def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_
     monkeypatch.setattr(strategies, "time_strategy", lambda run, *_, **__: tried.append(run.name) or 0.01)
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(strategies, "autocast", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(strategies, "free_workspaces", lambda: None)
+    monkeypatch.setattr(strategies, "free_cublas_workspaces", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(strategies, "reset_peak", lambda device: None)
     monkeypatch.setattr(strategies, "measure_peak", lambda _: contextlib.nullcontext([PeakMemory(3, 5)]))
     batch = Batch(*data((1, 4, 4)))

@@ -39,8 +39,7 @@ from dissensus.utils.torch_private import is_transformed, outside_transforms
 log = logging.getLogger("dissensus")
 
 MOST_GRAPHS = 3
-# Of a device: only captures on the same stream use again what one of them has freed.
-_capture_stream = functools.cache(torch.cuda.Stream)
+_capture_stream = functools.cache(torch.cuda.Stream)  # of a device: only captures on one stream share memory
 
 
 class Graph:

@@ -1,7 +1,7 @@
 """The memory that training will need, estimated before it starts."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,12 +17,13 @@ from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.training_step import autocast, request_key
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.text import format_bytes as format_bytes
-from dissensus.utils.torch_private import free_cublas_workspaces, pytree
+from dissensus.utils.torch_private import pytree
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 # glibc returns freed tensors above 32 MiB to the system at once; of smaller ones, allocated and freed in every step, its heap
 # keeps three quarters more than are ever alive at a time, by measurements (benchmarks/training_memory.py --device cpu).
 RETURNED, HEAP = 2**25, 1.75
+FEW = 8  # rows: what is kept for more of them is told by that for 2 and 3, in less time
 
 
 class PeakMemory(NamedTuple):
@@ -147,12 +148,6 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_workspaces() -> None:
-    """Frees the memory that the GPU's libraries keep per stream; they allocate it again when needed."""
-    torch.cuda.synchronize()
-    free_cublas_workspaces()
-
-
 def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes for forward and backward of one member, bytes that libraries keep per stream)."""
     state = gradients.detached_state(posterior).members(1)[0]
@@ -188,19 +183,29 @@ def _count_kept_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
     state = gradients.detached_state(posterior).members(1)[0]
     params = state.parameters(state.leaves())
     known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
-    kept: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # not the tensor: a graph that holds its own output is never freed
+    def kept_sizes(rows: int) -> list[int]:
+        """Bytes of every tensor that is kept for so many rows of the batch."""
+        kept: dict[int, int] = {}
 
-    with preserve_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = posterior.member_loss(params, state.buffers(), batch)
-        del result
-    return sum(size if size > RETURNED else int(HEAP * size) for size in kept.values()), 0
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # not the tensor: a graph that holds its own output is never freed
+
+        some = batch.map(lambda each: each[:rows].clone() if each.ndim and len(each) == batch.size else each)
+        with preserve_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                result = posterior.member_loss(params, state.buffers(), some)
+            del result
+        return [*kept.values()]
+
+    found = None
+    with suppress(Exception):  # a user's network may want all rows
+        parts = [kept_sizes(2), kept_sizes(3)] if batch.size > FEW else []
+        found = [few + (batch.size - 2) * (more - few) for few, more in zip(*parts, strict=True)]
+    return sum(size if size > RETURNED else int(HEAP * size) for size in found or kept_sizes(batch.size)), 0
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -30,13 +30,13 @@ from dissensus.core.member import run_compiled
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.posterior import Posterior
 from dissensus.engine.cuda_graphs import Constants, Graph, Lanes, failure_reason, for_graph, timed_convolutions
-from dissensus.engine.memory import UNMEASURED, PeakMemory, free_workspaces, measure_peak, reset_peak
+from dissensus.engine.memory import UNMEASURED, PeakMemory, measure_peak, reset_peak
 from dissensus.engine.training_step import autocast, request_key
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import thread
-from dissensus.utils.torch_private import ConvNd, raise_at_recompile_limit
+from dissensus.utils.torch_private import ConvNd, free_cublas_workspaces, raise_at_recompile_limit
 
 log = logging.getLogger("dissensus")
 
@@ -221,10 +221,8 @@ def make_plan(
     on_gpu = posterior.device.type == "cuda"
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
-    plans, key = (
-        posterior.particles.runner.plans,
-        ("plan", timed, fused, engine, request_key(posterior, batch, precision)),
-    )
+    plans = posterior.particles.runner.plans
+    key = ("plan", timed, fused, engine, request_key(posterior, batch, precision))
     if key not in plans:
         plans[key] = _fastest_plan(named, words, posterior, batch, precision, timed=timed, fused=fused)
         log.info("members run %s%s", plans[key], plans[key].duration)
@@ -300,7 +298,8 @@ def _time_candidate(
     finally:
         posterior.train(was_training)
         if device.type == "cuda":
-            free_workspaces()  # of the candidate
+            torch.cuda.synchronize()
+            free_cublas_workspaces()  # of the candidate; libraries allocate them again when needed
             reset_peak(device)
 
 

@@ -19,14 +19,12 @@ from dissensus.utils.torch_modes import eval_mode, set_attributes
 from dissensus.utils.torch_private import axes_check_of, is_transformed
 
 Function = Callable[[batches.Inputs], tuple[Tensor, ...]]
+Faster = Callable[[Function], Function] | None
 
 
 @torch.no_grad()
 def refresh_statistics(
-    particles: Particles,
-    loader: Iterable[Any],
-    device: torch.device,
-    faster: Callable[[Function], Function] | None = None,
+    particles: Particles, loader: Iterable[Any], device: torch.device, faster: Faster = None
 ) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, weighted by batch size.
 
