@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from functools import partial
 
 import pytest
@@ -189,6 +189,21 @@ def test_predicting_tries_one_example_once_for_each_kind_of_inputs():
     posterior.predict(x)
     posterior.predict(x[:20])
     assert sizes == [1, 50, 20]
+
+
+def test_a_first_step_on_a_cpu_runs_the_whole_batch_once_and_little_more():
+    """Once more only where a network wants all rows."""
+    sizes = []
+
+    def watched(self, x):
+        sizes.append(len(x))
+        return self.layer(x.view(50, 4) if self.fixed else x)
+
+    for fixed, expected in ((False, {8: 1, 2: 1, 3: 1, 50: 1}), (True, {8: 1, 2: 1, 50: 3})):
+        sizes.clear()
+        posterior = ds.MAP(tiny.Network(watched, layer=nn.Linear(4, 3), fixed=fixed))
+        ds.fit(posterior, [(torch.randn(50, 4), torch.randint(3, (50,)))], epochs=1, device="cpu", progress=False)
+        assert Counter(sizes) == expected
 
 
 def test_an_empty_batch_predicts_nothing():

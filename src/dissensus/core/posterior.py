@@ -279,12 +279,12 @@ class Posterior(TrainableModule, ABC):
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape (B, *out) of one member's outputs for x; found by running it once per shape of x."""
-        return self._known.output_shape(x, self._run_first_member, buffers_of(self)["temperature"].dtype)
+        return self._known.output_shape(x, self._run_first_member, buffers_of(self)["temperature"])
 
     @final
     def check_inputs(self, x: Inputs) -> None:
         """Raises if the network fails on x, or x has no batch axis; runs one example per shape of x."""
-        self._known.check(x, self._run_first_member, buffers_of(self)["temperature"].dtype)
+        self._known.check(x, self._run_first_member, buffers_of(self)["temperature"])
 
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
@@ -350,6 +350,7 @@ def check_diverged(posterior: Posterior, maxima: Tensor, *, first: int = 0) -> N
 
 
 Forward = Callable[[Inputs], Tensor]
+FEW = 8  # rows, by which a network is tried on a CPU
 
 
 class KnownInputs:
@@ -361,11 +362,12 @@ class KnownInputs:
         self.largest = float("-inf")  # value of inputs
         self.warnings = set[str]()  # that were logged
 
-    def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
-        """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network."""
-        key = _kind_of_inputs(x, dtype)
+    def output_shape(self, x: Inputs, run: Forward, like: Tensor) -> torch.Size:
+        """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network, on a CPU for few rows."""
+        key = _kind_of_inputs(x, like.dtype)
         if key not in self.shapes:
-            self.shapes[key] = batched_outputs(run, x).shape[1:]
+            found = _outputs_of_part(run, x[:FEW]) if like.is_cpu and isinstance(x, Tensor) else None
+            self.shapes[key] = (batched_outputs(run, x) if found is None else found).shape[1:]
         return torch.Size((batches.count_examples(x), *self.shapes[key]))
 
     def look(self, largest: float, training: bool = False) -> None:
@@ -381,20 +383,18 @@ class KnownInputs:
             log.warning("%s", word)
             self.warnings.add(word)
 
-    def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
+    def check(self, x: Inputs, run: Forward, like: Tensor) -> None:
         """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""
-        key = _kind_of_inputs(x, dtype)
+        key = _kind_of_inputs(x, like.dtype)
         if key not in self.taken and key not in self.shapes and batches.count_examples(x) > 0:
-            if not isinstance(x, Tensor) or not _accepts_inputs(run, x[:1]):
+            if not isinstance(x, Tensor) or _outputs_of_part(run, x[:1]) is None:
                 batched_outputs(run, x)
             self.taken.add(key)
 
 
 def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
-    found: list[Any] = [dtype, *(x if isinstance(x, dict) else ())]
-    for tensor in batches.input_tensors(x):
-        found += tensor.shape[1:], tensor.dtype
-    return tuple(found)
+    kinds = [(tensor.shape[1:], tensor.dtype) for tensor in batches.input_tensors(x)]
+    return (dtype, *(x if isinstance(x, dict) else ()), *kinds)
 
 
 def batched_outputs(run: Forward, x: Inputs) -> Tensor:
@@ -406,13 +406,13 @@ def batched_outputs(run: Forward, x: Inputs) -> Tensor:
     return outputs
 
 
-def _accepts_inputs(run: Forward, x: Tensor) -> bool:
+def _outputs_of_part(run: Forward, x: Tensor) -> Tensor | None:
     try:
-        return bool(batched_outputs(run, x).shape)
+        return batched_outputs(run, x)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # batch norm without statistics, or a forward for a fixed batch size, may fail on one example
-        return False
+    except Exception:  # batch norm without statistics, or a forward for a fixed batch size, may fail on few examples
+        return None
 
 
 @contextmanager

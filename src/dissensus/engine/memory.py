@@ -201,10 +201,10 @@ def _count_kept_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
             del result
         return [*kept.values()]
 
-    found = None
+    found: list[int] = []
     with suppress(Exception):  # a user's network may want all rows
-        parts = [kept_sizes(2), kept_sizes(3)] if batch.size > FEW else []
-        found = [few + (batch.size - 2) * (more - few) for few, more in zip(*parts, strict=True)]
+        parts = zip(kept_sizes(2), kept_sizes(3), strict=True) if batch.size > FEW else ()
+        found = [few + (batch.size - 2) * (more - few) for few, more in parts]
     return sum(size if size > RETURNED else int(HEAP * size) for size in found or kept_sizes(batch.size)), 0
 
 

@@ -35,8 +35,7 @@ from dissensus.utils.torch_modes import set_attributes
 log = logging.getLogger("dissensus")
 
 PredictionPrecision = Literal["float32", "bf16"]
-LITTLE = 2**26  # numbers
-BEHIND = 16  # batches, where the user's code does not run between them
+LITTLE, BEHIND = 2**26, 16  # numbers; batches, where the user's code does not run between them
 
 
 class Answer(NamedTuple):
