@@ -187,7 +187,7 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         self.stored.get_buffer("own.latents").copy_(latents)
         if self._first is not None:
             (batch, before), self._first = self._first, None
-            few = latents.reshape(self.particles.members, self.samples, -1)[:, : 2 * self.components].flatten(0, 1)
+            few = latents.reshape(self.particles.members, self.samples, -1)[:, : max(4, self.components)].flatten(0, 1)
             with inference_context(self), untimed_convolutions(self.device):
                 found = self._functions(few).predict(batch.x)
                 total, weight = log_prob_sum(self.likelihood, found, batch.y, batch.weight)
