@@ -215,7 +215,7 @@ class Guard:
         if particles.divided:
             held = {name: local_part(gradient) for name, gradient in held.items()}
         if self.checks_at_once:
-            given = [*(each for each in (losses, known) if each is not None), *held.values()]
+            given = [each for each in (losses, known, *held.values()) if each is not None]
             _flag_not_finite(given, self.halted, self._one)
             if exchange.any_process(self.halted.item() > 0):
                 self._record_faults(losses, held, known)
