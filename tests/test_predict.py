@@ -172,6 +172,21 @@ def test_neighbours_that_are_alike_are_copied_together(monkeypatch):
     assert read(every) == [(6, 2)] * 8 + [(2, None)]
 
 
+def test_a_loader_may_reuse_the_memory_of_its_batches():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
+
+    def loader():
+        memory = torch.empty_like(x[:5]), torch.empty_like(y[:5])
+        for start in range(0, 20, 5):
+            memory[0].copy_(x[start : start + 5])
+            memory[1].copy_(y[start : start + 5])
+            yield memory
+
+    found = ds.predict(posterior, loader())
+    torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
+    assert torch.equal(found.targets, y)
+
+
 def test_weights_in_the_loader_are_passed_over():
     posterior = tiny.ensemble(tiny.mlp)
     weighted = [(x, y, torch.rand(len(y))) for x, y in batches()]

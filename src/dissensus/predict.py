@@ -34,7 +34,7 @@ def predict(
 
     Args:
         posterior: a trained posterior.
-        loader: batches (x, y) or (x, y, weight); weights are ignored. Or the data (x, y) themselves, of N rows.
+        loader: batches (x, y) or (x, y, weight), read some at a time; weights are ignored. Or the data (x, y) themselves.
         precision: "bf16" runs the network in mixed precision.
         compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 

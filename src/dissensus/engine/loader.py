@@ -22,7 +22,7 @@ from dissensus.utils.process_group import world_size
 log = logging.getLogger("dissensus")
 
 TOGETHER, SMALL = 16, 2**23  # batches that are read at once, and how many numbers they may have,
-SMALL_COPY = 2**20  # or, where they are copied for it
+SMALL_COPY, END = 2**20, object()  # or, where they are copied for it; after the last batch
 GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
 
 
@@ -130,14 +130,25 @@ class Loader:
             yield self.given.at(ends)
 
     def _joined_copies(self) -> Iterator[Any]:
-        """Batches of any iterable; neighbours that are alike are copied together."""
-        several: list[Any] = []
-        for given in chain(self, [None]):
-            if several and not _continues(several, given):
-                self.rows = len(several[0][0]) if len(several) > 1 else None
-                yield several[0] if self.rows is None else [*map(torch.cat, zip(*several, strict=True))]
-                several = []
-            several.append(given)
+        """Batches of any iterable; neighbours that are alike are copied together, at once: a loader may reuse its memory."""
+        held: list[Tensor] = []
+        kinds, size, end, most = list[Any](), 0, 0, 0  # of the held batches, rows of the first, of all, and at most
+        for given in chain(self, [END]):
+            mine = _kinds_of_rows(given)
+            rows = len(given[0]) if mine else 0
+            if held and (mine != kinds or rows > size or end % size or end + rows > most):
+                self.rows = size if end > size else None
+                yield [each[:end] for each in held]
+                held = []
+            if mine and not held and 2 * given[0].numel() <= SMALL_COPY:
+                kinds, size, end, most = mine, rows, 0, rows * min(TOGETHER, SMALL_COPY // max(given[0].numel(), 1))
+                held = [each.new_empty(most, *each.shape[1:]) for each in given]
+            for memory, each in zip(held, given if held else (), strict=True):
+                memory[end : end + rows].copy_(each.detach())
+            end += rows
+            if not held and given is not END:
+                self.rows = None
+                yield given
 
     @property
     def row_counts(self) -> tuple[int, int] | None:
@@ -270,13 +281,6 @@ def _gives_batches(dataset: Any) -> bool:
         return False
     except (IndexError, KeyError):  # empty, or not indexed from 0: the loop that reads it will show
         return True
-
-
-def _continues(several: list[Any], given: Any) -> bool:
-    """Whether a batch can be copied together with these: the last may have fewer rows than the others."""
-    kinds, first, count = _kinds_of_rows(given), several[0], len(several)
-    fits = bool(kinds) and kinds == _kinds_of_rows(first) and len(first[0]) == len(several[-1][0]) >= len(given[0])
-    return fits and count < TOGETHER and (count + 1) * first[0].numel() <= SMALL_COPY
 
 
 def _kinds_of_rows(given: Any) -> list[Any]:

@@ -18,13 +18,10 @@ from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode, set_attributes
 from dissensus.utils.torch_private import axes_check_of, is_transformed
 
-Function = Callable[[batches.Inputs], tuple[Tensor, ...]]
-Faster = Callable[[Function], Function] | None
-
 
 @torch.no_grad()
 def refresh_statistics(
-    particles: Particles, loader: Iterable[Any], device: torch.device, faster: Faster = None
+    particles: Particles, loader: Iterable[Any], device: torch.device, faster: Callable[[Any], Any] | None = None
 ) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, weighted by batch size.
 
@@ -40,15 +37,15 @@ def refresh_statistics(
         return
     names = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
     calls, seen = dict.fromkeys(layers.values(), 0), dict.fromkeys(names, 0)  # examples that have passed the layer
-    function: Function = partial(_statistics, particles, names, calls)
-    function, found = function if faster is None else faster(function), False
+    function, found = partial(_statistics, particles, names, calls), False
+    run: Any = function if faster is None else faster(function)
     with statistics_mode(particles, layers):
         for batch in (batches.Batch.from_tuple(given) for given in loader):
             if batch.size == 0:
                 continue
             found, x = True, batches.move_to_device(batch.x, device)
             with batches.UnchangedInputs(x), batches.SmallBatchGuard(x):
-                after, before = dict(zip(names, function(x), strict=True)), particles.own_buffers()
+                after, before = dict(zip(names, run(x), strict=True)), particles.own_buffers()
             for name, new in after.items():
                 seen[name] += (count := calls[layers[name.rpartition(".")[0]]] * batch.size)
                 if 0 < count < seen[name] and new.is_floating_point():  # the first batch overwrites what was there
