@@ -151,11 +151,11 @@ def test_neighbours_that_are_alike_are_copied_together(monkeypatch):
         loader = loaders.Loader(batches)
         return [
             (len(given[0]) if isinstance(given, tuple | list) else given, loader.rows)
-            for given in loader.joined_batches()
+            for given in loader.joined_batches(False, lambda: True)
         ]
 
-    assert read(every) == [(32, 2), (18, 2)]
-    assert read(uneven(x, y)) == [(10, 4), (2, None), (3, None), (5, None), (10, 5), (6, 5), (14, 7)]
+    assert read(every) == [(2, None), (32, 2), (16, 2)]  # the first is looked at alone
+    assert read(uneven(x, y)) == [(4, None), (6, 4), (2, None), (3, None), (5, None), (10, 5), (6, 5), (14, 7)]
     # Other types, devices of meaning or shapes stay alone; so does what is no batch of tensors.
     others = [
         (x, y),
@@ -168,8 +168,8 @@ def test_neighbours_that_are_alike_are_copied_together(monkeypatch):
         {"x": x, "y": y},
     ]
     assert [rows for _, rows in read(others)] == [None] * len(others)
-    monkeypatch.setattr(loaders, "SMALL_COPY", 3 * 2 * 4)
-    assert read(every) == [(6, 2)] * 8 + [(2, None)]
+    monkeypatch.setattr(loaders, "SMALL_COPY", 3 * 2 * (4 + 1))
+    assert read(every) == [(2, None)] + [(6, 2)] * 8
 
 
 def test_a_loader_may_reuse_the_memory_of_its_batches():
@@ -185,6 +185,32 @@ def test_a_loader_may_reuse_the_memory_of_its_batches():
     found = ds.predict(posterior, loader())
     torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
     assert torch.equal(found.targets, y)
+
+
+def test_noise_of_a_network_does_not_repeat_where_the_loader_draws_numbers_too():
+    def loader():
+        for _ in range(4):
+            torch.rand(1)
+            yield torch.zeros(5, 4, dtype=F64), torch.zeros(5).long()
+
+    torch.manual_seed(0)
+    posterior, found = ds.MAP(CountsRows(noise=1.0)), []
+    for read in (lambda: ds.predict(posterior, loader()).member_means, lambda: one_by_one(posterior, loader())[0]):
+        torch.manual_seed(1)
+        found.append(read())
+    assert torch.equal(*found)
+    assert len({float(part[0, 0, 0]) for part in found[0].split(5, 1)}) == 4
+
+
+@pytest.mark.parametrize("use", [
+    lambda network, rows: ds.calibrate(ds.MAP(network), rows),
+    lambda network, rows: ds.calibrate(ds.MAP(network), list(rows)),
+    lambda network, rows: ds.predict(ds.MAP(network, likelihood=ds.Regression()), [(x, y.float()) for x, y in rows]),
+])  # fmt: skip
+def test_a_network_for_one_batch_size_is_tried_on_a_batch(use):
+    network = tiny.Network(_take_five, layer=nn.Linear(4, 1 if "Regression" in use.__code__.co_names else 3).double())
+    x, y = tiny.points(50)
+    use(network, ds.data.Batches(x, y, batch_size=5))
 
 
 def test_weights_in_the_loader_are_passed_over():

@@ -199,11 +199,17 @@ def test_a_first_step_on_a_cpu_runs_the_whole_batch_once_and_little_more():
         sizes.append(len(x))
         return self.layer(x.view(50, 4) if self.fixed else x)
 
-    for fixed, expected in ((False, {8: 1, 2: 1, 3: 1, 50: 1}), (True, {8: 1, 2: 1, 50: 3})):
+    for fixed, expected in ((False, {8: 1, 2: 1, 3: 2, 4: 1, 50: 1}), (True, {8: 1, 3: 1, 2: 1, 50: 3})):
         sizes.clear()
         posterior = ds.MAP(tiny.Network(watched, layer=nn.Linear(4, 3), fixed=fixed))
         ds.fit(posterior, [(torch.randn(50, 4), torch.randint(3, (50,)))], epochs=1, device="cpu", progress=False)
         assert Counter(sizes) == expected
+
+
+def test_a_network_may_compare_all_rows_of_a_batch():
+    network = tiny.Network(lambda self, x: (z := self.layer(x)) @ z.T, layer=nn.Linear(4, 3))
+    rows = [(torch.randn(16, 4), torch.arange(16)) for _ in range(2)]
+    ds.fit(ds.MAP(network), rows, epochs=1, device="cpu", progress=False)
 
 
 def test_an_empty_batch_predicts_nothing():

@@ -1,5 +1,7 @@
 """Batch norm: statistics are estimated anew with everything else left as it was, and which activations a kernel may have."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -131,6 +133,35 @@ def test_a_layer_that_runs_twice_averages_over_both_runs(how):
         torch.optim.swa_utils.update_bn([x for x, _ in loader], network)
         check(particles, "norm", network.norm.running_mean, network.norm.running_var, i)
     assert not any(part._forward_pre_hooks for part in particles.template.modules())
+
+
+def test_a_graph_which_runs_no_python_counts_the_calls_of_its_shape():
+    """A layer runs as often as a sequence has steps."""
+
+    def forward(self, x):
+        for step in x.unbind(1):
+            found = self.norm(self.layer(step))
+        return found
+
+    def replayed(function):
+        seen = {}
+
+        def run(x):
+            calls = function.args[3]
+            after = function(x)
+            if x.shape in seen:
+                calls.clear()  # as a replay leaves them
+            seen[x.shape] = True
+            return after
+
+        return run
+
+    network = tiny.Network(forward, layer=nn.Linear(4, 3), norm=nn.BatchNorm1d(3)).double()
+    loader = [(torch.randn(6, steps, 4, dtype=torch.float64), torch.zeros(6).long()) for steps in (2, 5, 2, 5, 5, 2)]
+    plain, graph = stack(copy.deepcopy(network)), stack(network)
+    refresh_statistics(plain, loader, torch.device("cpu"))
+    refresh_statistics(graph, loader, torch.device("cpu"), replayed)
+    assert tiny.largest_difference(tiny.state(plain), tiny.state(graph)) == 0
 
 
 def test_momentum_modes_and_gradients_are_left_as_found():

@@ -350,7 +350,7 @@ def check_diverged(posterior: Posterior, maxima: Tensor, *, first: int = 0) -> N
 
 
 Forward = Callable[[Inputs], Tensor]
-FEW = 8  # rows, by which a network is tried on a CPU
+FEW = (8, 3)  # rows, by which a network is tried on a CPU
 
 
 class KnownInputs:
@@ -366,8 +366,10 @@ class KnownInputs:
         """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network, on a CPU for few rows."""
         key = _kind_of_inputs(x, like.dtype)
         if key not in self.shapes:
-            found = _outputs_of_part(run, x[:FEW]) if like.is_cpu and isinstance(x, Tensor) else None
-            self.shapes[key] = (batched_outputs(run, x) if found is None else found).shape[1:]
+            few = [_outputs_of_part(run, x[:rows]) for rows in FEW] if like.is_cpu and isinstance(x, Tensor) else []
+            shapes = [each.shape[1:] for each in few if each is not None]  # which may depend on the number of rows
+            alike = len(shapes) == len(FEW) and len({*shapes}) == 1
+            self.shapes[key] = shapes[0] if alike else batched_outputs(run, x).shape[1:]
         return torch.Size((batches.count_examples(x), *self.shapes[key]))
 
     def look(self, largest: float, training: bool = False) -> None:
@@ -409,8 +411,6 @@ def batched_outputs(run: Forward, x: Inputs) -> Tensor:
 def _outputs_of_part(run: Forward, x: Tensor) -> Tensor | None:
     try:
         return batched_outputs(run, x)
-    except torch.OutOfMemoryError:
-        raise
     except Exception:  # batch norm without statistics, or a forward for a fixed batch size, may fail on few examples
         return None
 

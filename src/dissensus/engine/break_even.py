@@ -4,11 +4,9 @@ A run begins plainly. The fast way, a CUDA graph or compiled code, is prepared o
 
     calls left × seconds of a plain call × share saved  >  seconds of the preparation.
 
-If nobody knows how many calls are left, as many are expected as there have been: the run then takes at most about twice the
-time of the better choice. What is loaded once per process, as the kernels of fused layers, must pay in this and later runs, of
-which as many are expected as there have been; a graph holds layers one by one where theirs do not. Share and preparation are
-estimated until a run has measured them; the posterior keeps what was measured for its next run on batches of this shape.
-Times differ from run to run: where runs must be equal to the last bit, the number of calls decides.
+If nobody knows how many calls are left, as many are expected as there have been. What is loaded once per process, as kernels of
+fused layers, must pay in this and later runs, of which as many are expected as there have been. Share and preparation are
+estimated, then measured and kept by the posterior. Where runs must be equal to the last bit, the number of calls decides.
 """
 
 import logging

@@ -1,10 +1,8 @@
 """CUDA streams and graphs, the constants that a forward makes on the host, and prediction from graphs.
 
-Members are spread over streams, so that small kernels of several members run together. For a batch shape that recurs, the
-kernels of a call are captured and replayed, with the same results. A graph cannot hold the copy of a tensor to the device, as
-in `x.new_tensor([0.1, 0.2])` or `table.to(x.device)`. It is therefore made in the calls before a capture, and the graph copies
-it from there. Only what had the same value in all these calls, and has it at the capture, is a constant. Graphs of training
-steps compare again at the beginning of every epoch.
+Members run over several streams. For a batch shape that recurs, the kernels of a call are captured and replayed. A graph cannot
+hold the copy of a tensor to the device, as in `x.new_tensor([0.1, 0.2])`: it is made in the calls before, where it must always
+have had the same value, and the graph copies it from there. Graphs of training steps compare again in every epoch.
 """
 
 import contextlib

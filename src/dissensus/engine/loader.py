@@ -117,36 +117,31 @@ class Loader:
         """Whether a row is the same without the others of its batch: see `ds.data.Batches.divisible`."""
         return bool(getattr(self.given, "divisible", False))
 
-    def joined_batches(self) -> Iterator[Any]:
-        """Batches, small ones together: then `rows` says how many rows each has."""
+    def joined_batches(self, first_alone: bool, may_copy: Callable[[], bool]) -> Iterator[Any]:
+        """Batches, small ones together: then `rows` says how many rows each has. `may_copy`: asked once the first has run."""
         if not self.has_separable_rows:
-            yield from self._joined_copies()
+            yield from self._joined_copies(may_copy)
             return
         x, self.rows = input_tensors(self.given.x), int(self.given.batch_size)
         numbers = self.rows * max(1, sum(each.numel() for each in x) // max(1, len(x[0])))
         rows = iter(self.given.rows())
-        while several := [*islice(rows, max(1, min(TOGETHER, SMALL // numbers)))]:
+        while several := [*islice(rows, 1 if first_alone else max(1, min(TOGETHER, SMALL // numbers)))]:
+            first_alone = False
             ends = range(several[0][0], several[-1][-1] + 1) if isinstance(several[0], range) else torch.cat(several)
             yield self.given.at(ends)
 
-    def _joined_copies(self) -> Iterator[Any]:
-        """Batches of any iterable; neighbours that are alike are copied together, at once: a loader may reuse its memory."""
-        held: list[Tensor] = []
-        kinds, size, end, most = list[Any](), 0, 0, 0  # of the held batches, rows of the first, of all, and at most
-        for given in chain(self, [END]):
-            mine = _kinds_of_rows(given)
-            rows = len(given[0]) if mine else 0
-            if held and (mine != kinds or rows > size or end % size or end + rows > most):
-                self.rows = size if end > size else None
-                yield [each[:end] for each in held]
-                held = []
-            if mine and not held and 2 * given[0].numel() <= SMALL_COPY:
-                kinds, size, end, most = mine, rows, 0, rows * min(TOGETHER, SMALL_COPY // max(given[0].numel(), 1))
-                held = [each.new_empty(most, *each.shape[1:]) for each in given]
-            for memory, each in zip(held, given if held else (), strict=True):
-                memory[end : end + rows].copy_(each.detach())
-            end += rows
-            if not held and given is not END:
+    def _joined_copies(self, may_copy: Callable[[], bool]) -> Iterator[Any]:
+        """Batches of any iterable, the first alone; neighbours that are alike are copied, since loaders may reuse memory."""
+        several: list[tuple[Tensor, ...]] = []
+        for number, given in enumerate(chain(self, [END])):
+            copies = number > 0 and bool(kinds := _kinds_of_rows(given)) and may_copy()
+            if several and not (copies and kinds == _kinds_of_rows(several[0]) and _fits(several, len(given[0]))):
+                self.rows = len(several[0][0]) if len(several) > 1 else None
+                yield several[0] if self.rows is None else tuple(map(torch.cat, zip(*several, strict=True)))
+                several = []
+            if copies and _fits([given], len(given[0])):
+                several.append(tuple(each.detach().clone() for each in given))
+            elif given is not END:
                 self.rows = None
                 yield given
 
@@ -283,11 +278,17 @@ def _gives_batches(dataset: Any) -> bool:
         return True
 
 
+def _fits(several: list[tuple[Tensor, ...]], rows: int) -> bool:
+    """Whether a batch of so many rows may be copied together with these: the last may have fewer than the others."""
+    numbers = (len(several) + 1) * sum(each.numel() for each in several[0])
+    return len(several) < TOGETHER and numbers <= SMALL_COPY and len(several[0][0]) == len(several[-1][0]) >= rows
+
+
 def _kinds_of_rows(given: Any) -> list[Any]:
-    """What batches of tensors must have in common; empty if a batch is something else."""
+    """What batches of tensors must have in common; empty if a batch is something else, or is pinned for its transfer."""
     tensors: Any = given if isinstance(given, tuple | list) else [None]
     plain = all(type(each) is Tensor and each.ndim and each.layout is torch.strided for each in tensors)
-    if not plain or len({len(each) for each in tensors}) != 1 or not len(tensors[0]):
+    if not plain or len({len(each) for each in tensors}) != 1 or not len(tensors[0]) or tensors[0].is_pinned():
         return []
     return [(each.shape[1:], each.dtype, each.device) for each in tensors]
 

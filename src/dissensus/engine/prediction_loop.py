@@ -19,7 +19,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.drawn_functions import FunctionPartition
-from dissensus.core.likelihood import Classification
+from dissensus.core.likelihood import Classification, RealTargets
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
@@ -220,10 +220,14 @@ def predict_loader(
     # On a mesh an error must come with its batch, so that all processes raise it.
     at_once = draw.device.type != "cuda" or connected_mesh(posterior) is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
-    alone = (
-        not (keep_members and keeps_weights) or connected_mesh(posterior) is not None or posterior.inputs is not None
-    )
-    given = iter(loader) if alone else loader.joined_batches()
+    alone = posterior.inputs is not None or connected_mesh(posterior) is not None
+    if alone or not (keep_members and keeps_weights and as_mixture):
+        given = iter(loader)
+    else:
+        asks = labelled or isinstance(
+            posterior.likelihood, RealTargets
+        )  # for the outputs' shape, by a batch of the loader
+        given = loader.joined_batches(asks, lambda: not posterior.network_is_random)
     prediction = _BatchPrediction(draw, late, one_at_a_time, loader)
 
     def check(batch: Batch) -> Batch:

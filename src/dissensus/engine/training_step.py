@@ -1,9 +1,8 @@
 """The training step: zero gradients, compute new ones, check that they are finite, clip, step, observe.
 
-`Guard` checks losses and gradients before the optimiser changes anything. On a CPU a bad batch raises at once. On a GPU the
-host does not wait: from the first bad step on, a flag on the device makes fused optimisers skip their steps and stops updates
-of batch statistics and clock; the host reads the flag once per epoch. Either way the posterior keeps its state after the last
-good step. "Bad" means: not finite. `CapturedStep` replays the whole step, the method's clock included, from a CUDA graph.
+`Guard` looks for values that are not finite before the optimiser changes anything. On a CPU a bad batch raises at once. On a
+GPU a flag on the device makes fused optimisers skip all steps from then on, and stops statistics and clock; the host reads it
+once per epoch. The posterior keeps its state after the last good step. `CapturedStep` replays whole steps from a CUDA graph.
 """
 
 from collections.abc import Hashable, Iterator, Mapping

@@ -2,8 +2,7 @@
 
 Members compared by input gradients are differentiated twice: ∇_θ ⟨v, ∇_x f⟩. Two layers make this slow in torch. The
 gradient of a convolution's weights is a convolution whose kernel is as large as the image, and batch norm takes about ninety
-operations, most on whole activations. (PReLU takes fewer as a product.) Below, t and u are gradients by a layer's output and
-by its input gradient.
+operations. (PReLU takes fewer as a product.) Below, t and u are gradients by a layer's output and by its input gradient.
 
 A convolution y = w ∗ x has the input gradient w ∗ᵀ t. Its derivative by t is w ∗ u, and its derivative by w is the ordinary
 weight gradient of a convolution of u: one kernel each.

@@ -9,8 +9,7 @@ g the gradient by y and t = g where y > 0, the gradients by x and a are
     J t = w r (t − ⟨t⟩ − x̂ ⟨x̂ t⟩)    and    t.
 
 The derivative of ⟨u, J t⟩ + ⟨v, t⟩ by g is J u + v where y > 0; those by x and w are in `kernels/double_backward.py`. Sums
-over n take two kernels, parts and their sum, in a fixed order: results are the same at every run. Import this file only if
-Triton is installed; `TRITON_INTERPRET=1` runs it on a CPU.
+over n take two kernels in a fixed order: results are the same at every run. `TRITON_INTERPRET=1` runs them on a CPU.
 """
 
 import triton

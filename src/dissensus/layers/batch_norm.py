@@ -36,18 +36,22 @@ def refresh_statistics(
     if not layers:
         return
     names = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
-    calls, seen = dict.fromkeys(layers.values(), 0), dict.fromkeys(names, 0)  # examples that have passed the layer
-    function, found = partial(_statistics, particles, names, calls), False
+    seen = dict.fromkeys(names, 0)  # examples that have passed the layer
+    calls, known_calls = dict[nn.Module, int](), dict[Any, dict[nn.Module, int]]()  # of the last batch, and by shape
+    function, found = partial(_statistics, particles, names, [*layers.values()], calls), False
     run: Any = function if faster is None else faster(function)
     with statistics_mode(particles, layers):
         for batch in (batches.Batch.from_tuple(given) for given in loader):
             if batch.size == 0:
                 continue
             found, x = True, batches.move_to_device(batch.x, device)
+            shapes = tuple(each.shape for each in batches.input_tensors(x))
+            calls.clear()
             with batches.UnchangedInputs(x), batches.SmallBatchGuard(x):
                 after, before = dict(zip(names, run(x), strict=True)), particles.own_buffers()
+            mine = known_calls[shapes] = {**calls} or known_calls[shapes]  # a graph runs no Python
             for name, new in after.items():
-                seen[name] += (count := calls[layers[name.rpartition(".")[0]]] * batch.size)
+                seen[name] += (count := mine[layers[name.rpartition(".")[0]]] * batch.size)
                 if 0 < count < seen[name] and new.is_floating_point():  # the first batch overwrites what was there
                     after[name] = before[name].lerp(new, count / seen[name])
             particles.write_buffers(after)
@@ -56,7 +60,7 @@ def refresh_statistics(
 
 
 def _statistics(
-    particles: Particles, names: list[str], calls: dict[nn.Module, int], x: batches.Inputs
+    particles: Particles, names: list[str], layers: list[nn.Module], calls: dict[nn.Module, int], x: batches.Inputs
 ) -> tuple[Tensor, ...]:
     """Buffers (M, ...) of these names after each member has run on a batch, means over the `calls` of their layer."""
     shared, common = particles.shared_parameters(), particles.shared_buffers()
@@ -66,13 +70,13 @@ def _statistics(
         layer.momentum = 1 / calls[layer]  # type: ignore[assignment]
 
     def one(row: Rows) -> Tensors:
-        calls.update(dict.fromkeys(calls, 0))
+        calls.update(dict.fromkeys(layers, 0))
         params, buffers = {**shared, **row.own}, {**common, **row.buffers}
         _, after = particles.call(lambda member: batches.call_network(member.network, x), params, buffers)
         return {name: after[name] for name in names}
 
     with ExitStack() as hooks:
-        for layer in calls:
+        for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(count))
         found: Tensors = particles.run(one, particles.rows(), particles.members)
     return tuple(found[name] for name in names)

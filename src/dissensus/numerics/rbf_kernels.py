@@ -11,9 +11,6 @@ G_i = Σ_j ∇_{z_i} k(z_i, z_j) = (1/h) Σ_j K_ij (z_j − z_i),
     spectral_stein   K (K + ηI)⁻² G                      spectral Stein gradient estimator (Shi et al., ICML 2018)
 
 Each is a matrix (M, M) applied to the particles: `score_matrix` returns it, so that particles may consist of several tensors.
-The last one is the sum over all eigenfunctions,
-
-    Σ_m β_m φ_m(z_i),   φ_m(z) = √M/λ_m Σ_j u_jm k(z, z_j),   β_m = 1/(√M λ_m) Σ_j u_jm G_j,   K + ηI = U diag(λ) Uᵀ.
 """
 
 import math

@@ -7,8 +7,7 @@ takes γ = M up to (M − 1)ρ = 1, and never for masks.
 
 κ averages signed overlaps, which cancel; at a finite width the interference between members does not cancel. Random factors
 of N nodes overlap by ±1/√N, so the other members together interfere with a share Σ cos² ≈ (M − 1)/N: the `crowding` of the
-narrowest hidden layer. Above 0.075 (fewer than about 13 nodes per other member), members are not called independent. The limit
-was set on the cells of the task `embedded-width` and tested on other data (docs/results/embedded.md).
+narrowest hidden layer. Above 0.075, members are not called independent (docs/results/embedded.md has the limit's tests).
 
 The correlation comes from the recursion of `embedded_kernels`, with the moments of the actual factors, for a chain of ReLU
 layers: K_k ← 2 m_k C_k, Θ_k ← m_k (C_k + 2 D_k Θ_k), k = same, different members. Where other layers may bring members nearer

@@ -141,8 +141,10 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
         if loader is not None:
             for family in families:
                 functions, count = SampledFunctions(family, self.device), getattr(loader, "length", None)
-                faster = None if self.network_is_random else partial(CapturedFunction, drawn=functions, count=count)
-                refresh_statistics(family, self.read(loader), self.device, faster)
+                faster = partial(CapturedFunction, drawn=functions, count=count)
+                keeps_state = any(each.state for each in self.particles._forward_attributes.values())
+                plain = keeps_state or self.network_is_random or not self._known.shapes  # which tell that it was tried
+                refresh_statistics(family, self.read(loader), self.device, None if plain else faster)
 
     @final
     def make_functions(self, families: Families) -> DrawnFunctions:
