@@ -350,7 +350,7 @@ def check_diverged(posterior: Posterior, maxima: Tensor, *, first: int = 0) -> N
 
 
 Forward = Callable[[Inputs], Tensor]
-FEW = (8, 3)  # rows, by which a network is tried on a CPU
+FEW = (8, 5)  # rows, by which a network is tried on a CPU
 
 
 class KnownInputs:
