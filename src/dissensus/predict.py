@@ -34,7 +34,8 @@ def predict(
 
     Args:
         posterior: a trained posterior.
-        loader: batches (x, y) or (x, y, weight), read some at a time; weights are ignored. Or the data (x, y) themselves.
+        loader: batches (x, y) or (x, y, weight); weights are ignored. Or the data (x, y) themselves, of N rows. Up to 16
+            small batches are read before they are predicted.
         precision: "bf16" runs the network in mixed precision.
         compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 

@@ -297,12 +297,17 @@ def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     assert "MiB" in str(memory) or "KiB" in str(memory)
 
 
+def attend(self, x: Tensor) -> Tensor:
+    z = self.layer(x.flatten(1))
+    return (z @ z.T).softmax(1) @ z
+
+
 @pytest.mark.parametrize("make", [
     lambda: ds.MAP(conv()), lambda: ds.MeanFieldVI(conv(), data_size=100), lambda: ds.NodeBNN(conv(), data_size=100),
-    lambda: ds.FoRDE([conv() for _ in range(3)]),
+    lambda: ds.FoRDE([conv() for _ in range(3)]), lambda: ds.MAP(tiny.Network(attend, layer=nn.Linear(16, 3))),
 ])  # fmt: skip
 def test_kept_activations_are_told_by_few_rows_of_a_large_batch(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In less time, and the same to the byte; a network that wants all rows gets them."""
+    """In less time, and the same to the byte; a network that wants all rows, or compares them, gets them."""
     posterior, (x, y) = make().double(), data(shape=(1, 4, 4), rows=64)
     batch, optimizer, found = Batch(x, y), torch.optim.SGD(posterior.parameters()), []
     for few in (8, 64):

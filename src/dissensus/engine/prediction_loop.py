@@ -224,9 +224,8 @@ def predict_loader(
     if alone or not (keep_members and keeps_weights and as_mixture):
         given = iter(loader)
     else:
-        asks = labelled or isinstance(
-            posterior.likelihood, RealTargets
-        )  # for the outputs' shape, by a batch of the loader
+        # Who asks for the shape of outputs tries the network, on a batch of the loader.
+        asks = labelled or isinstance(posterior.likelihood, RealTargets)
         given = loader.joined_batches(asks, lambda: not posterior.network_is_random)
     prediction = _BatchPrediction(draw, late, one_at_a_time, loader)
 
