@@ -87,8 +87,7 @@ def _feature_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tupl
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     for x, *rest in loader:
         y, *weight = map(torch.as_tensor, rest)
-        features = call_network(network, move_to_device(convert_inputs(x), device))
-        yield {"features": features.to(y.device)}, y, *weight
+        yield {"features": call_network(network, move_to_device(convert_inputs(x), device)).to(y.device)}, y, *weight
 
 
 def _join_batches(network: nn.Module, loader: Iterable[Any]) -> tuple[Any, ...]:

@@ -267,8 +267,7 @@ def list_command(data: Data = None) -> None:
         tasks.add_row(*map(escape, (name, str(task.get("title", "")), named, used)))
     methods = Grid("method", "what", "networks", title="Methods", title_justify="left")
     for name, method in METHODS.items():
-        about = (method.__doc__ or "").strip().split("\n")[0]
-        methods.add_row(name, escape(about), count_setting(method) or "one")
+        methods.add_row(name, escape((method.__doc__ or "").strip().split("\n")[0]), count_setting(method) or "one")
     for file, task in own.items():
         for name in filter(is_import_path, name_list(task["methods"])):
             methods.add_row(escape(name), f"your own, named in {escape(file)}", "–")
@@ -352,8 +351,7 @@ def print_results(results: Results) -> None:
             grid.add_row(f"[dim]{safe_markup(group)}[/dim]", *[""] * len(row.cells))
         label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
         texts = [(cell.best, safe_markup(f"{cell.text}{' ≈' if cell.equal else ''}")) for cell in row.cells]
-        cells = [f"[bold]{text}[/bold]" if best else text for best, text in texts]
-        grid.add_row(safe_markup(label), *cells)
+        grid.add_row(safe_markup(label), *(f"[bold]{text}[/bold]" if best else text for best, text in texts))
     console = wide_console()
     console.print(grid)
     console.print("bold: best   ≈: not distinguishable from the best (p ≥ 0.05)   ↑ ↓: higher or lower is better")

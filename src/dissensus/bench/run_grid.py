@@ -238,8 +238,7 @@ def focus_sentences(
     said: dict[str, list[str]] = {}
     for each, found in zip(measured, against, strict=True):
         for measure in each.measures:
-            one = found.comparisons.get((measure.key, focus or ""))
-            if one is not None:
+            if (one := found.comparisons.get((measure.key, focus or ""))) is not None:
                 values = f"{measure.text(one.first)} against {measure.text(one.second)}"
                 p_value = tables.p_text(found.p_values[measure.key, focus or ""])
                 told = said.setdefault(f"{measure.label}{f', {measure.unit}' if measure.unit else ''}", [])

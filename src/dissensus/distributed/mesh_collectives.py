@@ -158,8 +158,7 @@ class MeshExchange(Exchange):
         def run(some: Batch) -> list[torch.Size]:
             def one(row: Rows) -> Any:
                 params = particles.full_tensors({**shared, **row.own})
-                z = self.posterior.member_loss(params, {**common, **row.buffers}, some)[1]
-                return pytree.tree_leaves(z)
+                return pytree.tree_leaves(self.posterior.member_loss(params, {**common, **row.buffers}, some)[1])
 
             if not at_once:
                 return [leaf.shape for leaf in one(particles.rows().member_rows(1)[0])]

@@ -149,8 +149,7 @@ class _Collection:
             shown = images[0] if self.picture is None else self.picture(images[0])
             self.extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == hard_labels(y), index, shown)
         if self.promises:
-            classes = answer.predictive.kind == "classification"
-            true = None if not self.labelled else hard_labels(y) if classes else y
+            true = None if not self.labelled else hard_labels(y) if answer.predictive.kind == "classification" else y
             rows = guarantee_outcomes(self.promises, answer.predictive, self.generator, y=true, x=x, weight=weight)
             self.outcomes.append(rows)
         self.answers.append(answer)

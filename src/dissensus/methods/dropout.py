@@ -216,8 +216,7 @@ def dropout_sites(network: nn.Module, rate: float | None, layers: Sequence[str] 
     dropping = [(name, part) for name, part in parts if rates[name] > 0]
     modules = {name: rates[name] for name, part in dropping if isinstance(part, DropoutNd)}
     if rate is None:
-        recurrent = [name for name, part in parts if isinstance(part, nn.RNNBase) and part.dropout]
-        if recurrent:
+        if recurrent := [name for name, part in parts if isinstance(part, nn.RNNBase) and part.dropout]:
             log.warning("dropout inside recurrent layers (%s) stays off in prediction", ", ".join(recurrent))
         if not dropping:
             use = "use nn.Dropout, hold the rate of F.dropout as a number (self.dropout = 0.1), or pass rate= to insert it"

@@ -149,8 +149,7 @@ def mixture_total_variation_values(
     means: Tensor, variances: Tensor, reference_means: Tensor, reference_variances: Tensor
 ) -> Tensor:
     """(N, D) ½ ∫ |p(y) − q(y)| dy, by the trapezoidal rule with steps of at most ⅕ of the smallest standard deviation."""
-    both = [(means, variances), (reference_means, reference_variances)]
-    pairs = [same_shape(means=m, variances=v) for m, v in both]
+    pairs = [same_shape(means=m, variances=v) for m, v in ((means, variances), (reference_means, reference_variances))]
     if pairs[0][0].shape[1:] != pairs[1][0].shape[1:]:
         got = f"{tuple(means.shape)} and {tuple(reference_means.shape)}"
         raise ValueError(f"expected means of the same N inputs and D outputs, got {got}; predict both on one x")

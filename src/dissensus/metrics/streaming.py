@@ -11,15 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.classification import (
-    adaptive_ece_from_sums,
-    bin_sums,
-    confusion_matrix,
-    ece_from_sums,
-    intersection_over_union,
-    mean_of_present,
-    smooth_ece_from_gaps,
-)
+from dissensus.metrics import classification
 from dissensus.metrics.metric_inputs import labelled_rows, nonempty_values, score_pair
 from dissensus.metrics.ranking import RankedCounts, RiskCoverage
 from dissensus.utils.checks import integer, number
@@ -42,7 +34,7 @@ class CalibrationBins(NamedTuple):
         """CalibrationBins with a batch added: probabilities (N, C, …) and labels (N, …)."""
         rows, labels = labelled_rows(probabilities, y, ignore_index)
         confidence, prediction = rows.max(1)
-        return self.merge(CalibrationBins(*bin_sums(confidence, prediction == labels, len(self.counts))))
+        return self.merge(CalibrationBins(*classification.bin_sums(confidence, prediction == labels, len(self.counts))))
 
     def merge(self, other: CalibrationBins) -> CalibrationBins:
         """CalibrationBins of both."""
@@ -50,7 +42,7 @@ class CalibrationBins(NamedTuple):
 
     def ece(self) -> Tensor:
         """() expected calibration error of all examples."""
-        return ece_from_sums(*_nonempty_state(self))
+        return classification.ece_from_sums(*_nonempty_state(self))
 
 
 class ConfusionCounts(NamedTuple):
@@ -66,7 +58,8 @@ class ConfusionCounts(NamedTuple):
     def update(self, probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> ConfusionCounts:
         """ConfusionCounts with a batch added: probabilities (N, C, …) and labels (N, …)."""
         rows, labels = labelled_rows(probabilities, y, ignore_index)
-        return self.merge(ConfusionCounts(confusion_matrix(rows.argmax(1), labels, classes=len(self.matrix))))
+        matrix = classification.confusion_matrix(rows.argmax(1), labels, classes=len(self.matrix))
+        return self.merge(ConfusionCounts(matrix))
 
     def merge(self, other: ConfusionCounts) -> ConfusionCounts:
         """ConfusionCounts of both."""
@@ -74,7 +67,7 @@ class ConfusionCounts(NamedTuple):
 
     def miou(self) -> Tensor:
         """() mean intersection over union of the classes seen or predicted."""
-        return mean_of_present(intersection_over_union(self.matrix))
+        return classification.mean_of_present(classification.intersection_over_union(self.matrix))
 
     def accuracy(self) -> Tensor:
         """() share of right answers."""
@@ -190,12 +183,12 @@ class RiskHistogram(NamedTuple):
 
     def adaptive_ece(self, *, bins: int = 15) -> Tensor:
         """() `adaptive_ece` of scores −log max p, each moved to the middle of its bin, by at most 0.001 |score|."""
-        return adaptive_ece_from_sums(*self._confidence_groups(), bins)
+        return classification.adaptive_ece_from_sums(*self._confidence_groups(), bins)
 
     def smooth_ece(self) -> Tensor:
         """() `smooth_ece`, as `adaptive_ece`."""
         confidence, count, correct = self._confidence_groups()
-        return smooth_ece_from_gaps(confidence, (correct - count * confidence) / count.sum())
+        return classification.smooth_ece_from_gaps(confidence, (correct - count * confidence) / count.sum())
 
     def _confidence_groups(self) -> tuple[Tensor, Tensor, Tensor]:
         """(K,) confidence of every used bin, ascending, its examples and its right answers."""

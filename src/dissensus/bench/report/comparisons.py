@@ -95,8 +95,7 @@ def holm_level(p_values: Sequence[float], level: float = 0.95) -> float:
     does not.
     """
     alpha = 1 - level
-    below = sum(p < alpha for p in holm_p_values(p_values))
-    return 1 - alpha / max(len(p_values) - below, 1)
+    return 1 - alpha / max(len(p_values) - sum(p < alpha for p in holm_p_values(p_values)), 1)
 
 
 RESAMPLES = 1000
@@ -223,9 +222,7 @@ def compare_methods(
     Also None if examples cannot be counted, unless `seeds_alone` is set and there are several seeds.
     """
     common = [seed for seed in first.values if seed in second.values]
-    if not common:
-        return None
-    if example_overlap(first, second) != "shared":
+    if not common or example_overlap(first, second) != "shared":
         return None
     first, second = first.for_seeds(common), second.for_seeds(common)
     each = [first.values[seed] - second.values[seed] for seed in common]
@@ -291,8 +288,7 @@ def _mean_spread(method: ResampledMeasure, values: Sequence[float], draws: Tenso
         return None
     else:
         # Reordered examples cannot be resampled together: assume that all seeds err alike, which is conservative.
-        aligned = method.seed_overlap == "shared"
-        variance = draws.mean(0).var() if aligned else draws.var(1).mean()
+        variance = draws.mean(0).var() if method.seed_overlap == "shared" else draws.var(1).mean()
         # The variance over resamples of n examples is 1 − 1/n of that over new examples.
         found = spread_of(values, math.sqrt(float(variance) * tested / (tested - 1)), tested)
     return _varying_spread(found, method)
@@ -306,11 +302,9 @@ def _varying_spread(found: Spread, method: ResampledMeasure) -> Spread | None:
 def _resampled_values(measure: Measure, runs: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:
     """(S, R) the measure of every seed on every resample."""
     names = [name for group in measure.samples for name in group]
-    found = []
-    for weights in _weights(tuple(sizes), resamples):
-        values = [measure.statistic(weights, *(e.arrays[name] for name in names)) for e in runs]
-        found.append(torch.stack(values))
-    return torch.cat(found, 1)
+    tables = _weights(tuple(sizes), resamples)
+    found = [[measure.statistic(table, *(e.arrays[name] for name in names)) for e in runs] for table in tables]
+    return torch.cat([torch.stack(values) for values in found], 1)
 
 
 def _weights(sizes: tuple[int, ...], resamples: int) -> Iterable[tuple[Tensor, ...]]:

@@ -178,8 +178,7 @@ def grid_csv(table: tables.Table) -> str:
         for name, cell in zip(table.columns, row.cells, strict=True):
             cells |= {name: cell.text, f"{name} interval": cell.interval, f"{name} note": cell.note}
         rows.append(cells)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    kept = [key for key in columns if any(row[key] for row in rows)]
+    kept = [key for key in dict.fromkeys(key for row in rows for key in row) if any(row[key] for row in rows)]
     return table_text(kept, [*rows, *({kept[0]: note} for note in table.notes)])
 
 

@@ -91,12 +91,10 @@ def test_set_sentences(each: dict[str, ResampledMeasure]) -> list[str]:
     said = []
     if others:
         were = f"{', '.join(others)} {'was' if len(others) == 1 else 'were'} tested on other examples than {first}"
-        fix = "Evaluate all methods with the same loader."
-        said.append(f"{were}: the numbers do not say which is better. {fix}")
+        said.append(f"{were}: the numbers do not say which is better. Evaluate all methods with the same loader.")
     if moved:
         saw = f"{', '.join(moved)} saw the examples in another order than {first}"
-        fix = "Evaluate with a loader that does not shuffle."
-        said.append(f"{saw}: differences cannot be tested by example. {fix}")
+        said.append(f"{saw}: differences cannot be tested by example. Evaluate with a loader that does not shuffle.")
     return said
 
 

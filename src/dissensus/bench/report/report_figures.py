@@ -201,8 +201,7 @@ def _foreign_section(first: dict[str, Evaluation], palette: Palette) -> Made | N
     for foreign in names:
         curves = {}
         for name, e in first.items():
-            pair = score_pair(e, foreign, e.score)
-            if pair is not None:
+            if (pair := score_pair(e, foreign, e.score)) is not None:
                 curve = metrics.roc_curve(*pair)
                 curves[name] = (curve.fpr, curve.tpr, e.metrics[f"ood/{foreign}/auroc"])
         if curves:

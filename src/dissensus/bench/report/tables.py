@@ -218,10 +218,8 @@ def _score_auroc(evaluation: Evaluation, foreign: str, score: str) -> float | No
 
 def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:
     """A score of the test inputs and of an OOD set; None if the evaluation does not have it."""
-    names = (f"test/score/{score}", f"ood/{foreign}/score/{score}")
-    if any(name not in evaluation.arrays for name in names):
-        return None
-    return evaluation.arrays[names[0]], evaluation.arrays[names[1]]
+    inside, outside = map(evaluation.arrays.get, (f"test/score/{score}", f"ood/{foreign}/score/{score}"))
+    return None if inside is None or outside is None else (inside, outside)
 
 
 def overlap_by_method(draws: dict[str, ResampledMeasure]) -> dict[str, Overlap]:
@@ -286,8 +284,6 @@ def _cell(
     marked = is_best or (best is not None and text == measure.text(best.estimate, half))
     p_value = None if is_best else p_value
     ends = "" if interval is None or half is None else measure.interval_text(interval, half)
-    equal, note = (
-        not marked and p_value is not None and p_value >= SIGNIFICANT,
-        "" if p_value is None else p_text(p_value),
-    )
+    equal = not marked and p_value is not None and p_value >= SIGNIFICANT
+    note = "" if p_value is None else p_text(p_value)
     return Cell(text, interval=ends, best=marked, clear=is_best and clear, equal=equal, note=note)

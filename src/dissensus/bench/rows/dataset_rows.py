@@ -116,11 +116,9 @@ def standardised_batches(
     """(x, y) batches in float32; images are augmented, then standardised, by torch's generator, which checkpoints save."""
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
-    if rows.x.ndim == 4:
-        files = None if isinstance(rows.x, Tensor) else rows.x
-        x = rows.x if files is None else torch.arange(len(y), device=y.device)
-        prepare = _ImagePreparation(standardiser, augment, files)
-        seen = Batches(x, y, batch_size=batch_size, shuffle=shuffle, augment=prepare)
-    else:  # rows are standardised once, in their precision
-        seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
-    return seen
+    if rows.x.ndim != 4:  # rows are standardised once, in their precision
+        return Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
+    files = None if isinstance(rows.x, Tensor) else rows.x
+    x = rows.x if files is None else torch.arange(len(y), device=y.device)
+    prepare = _ImagePreparation(standardiser, augment, files)
+    return Batches(x, y, batch_size=batch_size, shuffle=shuffle, augment=prepare)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, Root, SetKind, TaskRows
-from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
+from dissensus.bench.rows.user_data import folder_rows, function_rows, image_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.user_code import is_import_path
 from dissensus.data import digits, fashion, image_set, quadratic_features, segmentation, toy
 from dissensus.data.catalogue import CATALOGUE, data_folder, locate
 from dissensus.data.file_formats import read_npz
-from dissensus.data.images import ImageSet
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 
 Ends = tuple[float, float]
@@ -88,14 +87,13 @@ def scene_rows(
     size: Sequence[int] | None = None,
 ) -> DatasetRows:
     """Images and masks of a set's splits. `unknown`: classes that are ignored in training and foreign at test time."""
-    train, validation, test = (read(split, folder=folder, size=size) for split in segmentation.SPLITS)
+    splits = tuple(read(split, folder=folder, size=size) for split in segmentation.SPLITS)
     ood = {}
     if unknown:
-        splits = (train, validation, test)
-        (train, _), (validation, _), (test, foreign) = (segmentation.with_unknown(each, unknown) for each in splits)
-        ood = {UNKNOWN: TaskRows(test.images, foreign)}
-    learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
-    return DatasetRows(learned, tested, train.classes, held, ood)
+        splits, foreign = zip(*(segmentation.with_unknown(each, unknown) for each in splits), strict=True)
+        ood = {UNKNOWN: TaskRows(splits[-1].images, foreign[-1])}
+    train, validation, test = (TaskRows(each.images, each.masks) for each in splits)
+    return DatasetRows(train, test, splits[0].classes, validation, ood)
 
 
 def own_scene_rows(
@@ -163,11 +161,7 @@ def set_location(name: str, folder: Root) -> str:
 
 def _image_rows(name: str, folder: Root) -> DatasetRows:
     train, test = digits() if name == "digits" else (image_set(name, each, folder=folder) for each in ("train", "test"))
-    return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
-
-
-def _task_rows(images: ImageSet) -> TaskRows:
-    return TaskRows(images.images, images.labels)
+    return DatasetRows(image_rows(train), image_rows(test), train.classes)
 
 
 def _toy_rows(train: toy.Points, test: toy.Points, *, classes: tuple[str, ...] = ()) -> DatasetRows:
@@ -301,11 +295,11 @@ SETS: dict[str, TaskSet] = {
     ),
 }
 FOREIGN: dict[str, Callable[[Root], TaskRows]] = {
-    "fashion": lambda folder: _task_rows(fashion()),
-    "digits": lambda folder: _task_rows(digits()[1]),
+    "fashion": lambda folder: image_rows(fashion()),
+    "digits": lambda folder: image_rows(digits()[1]),
     "far_ring": _far_ring,
     **{
-        name: partial(lambda name, folder: _task_rows(image_set(name, "test", folder=folder)), name)
+        name: partial(lambda name, folder: image_rows(image_set(name, "test", folder=folder)), name)
         for name in CATALOGUE
     },
 }

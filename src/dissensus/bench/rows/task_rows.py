@@ -165,11 +165,9 @@ def _input_standardiser(training: TaskRows, how: str) -> Standardiser:
 
 def _number_standardiser(x: Tensor) -> Standardiser:
     """Standardiser by column for x (N, D), by channel for (N, C, H, W), by entry for other shapes."""
-    if x.ndim == 4:
-        found = Standardiser.of_rows(x.movedim(1, -1).flatten(0, 2))
-        return Standardiser(found.mean[:, None, None], found.std[:, None, None])
-    found = Standardiser.of_rows(x.flatten(1))
-    return Standardiser(found.mean.view(x.shape[1:]), found.std.view(x.shape[1:]))
+    shape = (-1, 1, 1) if x.ndim == 4 else x.shape[1:]
+    found = Standardiser.of_rows(x.movedim(1, -1).flatten(0, 2) if x.ndim == 4 else x.flatten(1))
+    return Standardiser(found.mean.view(shape), found.std.view(shape))
 
 
 def _target_standardiser(training: TaskRows, how: str, kind: SetKind) -> Standardiser | None:

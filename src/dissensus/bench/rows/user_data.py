@@ -17,7 +17,7 @@ from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.user_code import import_object
 from dissensus.data import split_indices
 from dissensus.data.file_formats import npz_pair, pixels
-from dissensus.data.images import Size, image_folder, image_stack, subfolders
+from dissensus.data.images import ImageSet, Size, image_folder, image_stack, subfolders
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.numerics.randomness import preserve_random_state
@@ -161,6 +161,11 @@ def npz_rows(asked: DataRequest, train_file: str, test_file: str, classes: int |
     return DatasetRows(learn.train, read(test_file, True), learn.classes, read_file=read, sorted=True)
 
 
+def image_rows(images: ImageSet) -> TaskRows:
+    """The images of a set with its labels."""
+    return TaskRows(images.images, images.labels)
+
+
 def folder_rows(asked: DataRequest, path: str = ".", size: Size = None, channels: int = 3) -> DatasetRows:
     """Rows of images in PATH/train/CLASS and test/CLASS; optional: validation/CLASS, ood/SET and shift/SET/CLASS."""
     root = asked.path(path)
@@ -169,8 +174,7 @@ def folder_rows(asked: DataRequest, path: str = ".", size: Size = None, channels
     classes = train.classes
 
     def labelled_rows(folder: Path) -> TaskRows:
-        images = read(folder, classes=classes)
-        return TaskRows(images.images, images.labels)
+        return image_rows(read(folder, classes=classes))
 
     def foreign_rows(folder: Path) -> TaskRows:
         images, _ = image_stack(folder, size=size, channels=channels)
@@ -180,8 +184,7 @@ def folder_rows(asked: DataRequest, path: str = ".", size: Size = None, channels
     validation = labelled_rows(held) if held.is_dir() else None
     ood = {each.name: foreign_rows(each) for each in subfolders(root / "ood")}
     shift = {each.name: labelled_rows(each) for each in subfolders(root / "shift")}
-    learned = TaskRows(train.images, train.labels)
-    return DatasetRows(learned, test, classes, validation, ood=ood, shift=shift, sorted=True)
+    return DatasetRows(image_rows(train), test, classes, validation, ood=ood, shift=shift, sorted=True)
 
 
 def table_rows(
@@ -198,8 +201,7 @@ def table_rows(
 
     def split_off(frame: Any, name: str) -> Any:
         """The input columns and the target; None if there is no target column."""
-        unknown = [column for column in drop if column not in frame.columns and name == file]
-        for column in unknown:
+        for column in (each for each in drop if each not in frame.columns and name == file):
             one_of("a column to drop", column, frame.columns)
         return frame.drop(columns=[target, *drop], errors="ignore"), frame.get(target)
 
@@ -219,11 +221,10 @@ def table_rows(
     columns = list(whole.columns)
     inputs, column = split_off(whole, file)
     y = targets(file, column)
-    held_inputs, held_y, held_name = inputs, y, file
     if test_file is None:
         labels = None if asked.kind == "regression" else torch.from_numpy(np.unique(y, return_inverse=True)[1])
         rest, held = split_indices(len(y), validation=float(test_share), seed=asked.seed, labels=labels)
-        held_inputs, held_y = inputs.iloc[held.numpy()], y[held.numpy()]
+        held_inputs, held_y, held_name = inputs.iloc[held.numpy()], y[held.numpy()], file
         inputs, y = inputs.iloc[rest.numpy()], y[rest.numpy()]
     else:
         held_inputs, held_column = split_off(read_table(asked.path(test_file)), test_file)
@@ -268,8 +269,7 @@ def uci_rows(asked: DataRequest, set: str, split: int = 0, inner: float = 0.0) -
     if inner:
         rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
         return DatasetRows(train.select(rest), train.select(held), ())
-    test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
-    return DatasetRows(train, test, ())
+    return DatasetRows(train, TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test)), ())
 
 
 def _uci_folder(asked: DataRequest, name: str) -> Path:

@@ -177,9 +177,8 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
 
 def load_saved_posterior(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
     """The posterior that a run saved in its folder. Data are loaded if the network is the user's."""
-    template, method = None, None
-    if is_import_path(config.method):
-        method = objects.method_class(config.method, config.folder)
+    method = objects.method_class(config.method, config.folder) if is_import_path(config.method) else None
+    template = None
     if is_import_path(config.network["name"]):
         fresh = {key: value for key, value in config.network.items() if key != "weights"}
         template = network(replace(config, network=fresh), load())

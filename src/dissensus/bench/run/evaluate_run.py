@@ -89,12 +89,11 @@ def evaluation_of_run(
 def evaluation_of_rows(files: dict[str, Path], asked: dict[str, Any], kind: PredictionKind, **about: Any) -> Evaluation:
     """The Evaluation of a classification or a regression from the files of its splits; `asked`: the task's [evaluation]."""
     test = read_predictions(files["test"])
-    elsewhere = {
-        group: {s.removeprefix(group): read_predictions(path) for s, path in files.items() if s.startswith(group)}
+    ood, shift = (
+        {s.removeprefix(group): read_predictions(path) for s, path in files.items() if s.startswith(group)}
         for group in ("ood-", "shift-")
-    }
+    )
     score = checked_score(asked.get("score"), kind, test.members)
-    ood, shift = elsewhere["ood-"], elsewhere["shift-"]
     return evaluate_predictions(test, ood=ood, shift=shift, score=score, prevalence=asked.get("prevalence"), **about)
 
 

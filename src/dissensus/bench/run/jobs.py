@@ -397,11 +397,10 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         methods.setdefault(config.method, []).append(evaluation)
         origins.setdefault(config.method, []).append(origin)
     records = [run.provenance for run in runs]
-    seeds = sorted({run.config.seed for run in runs})
     code = [" ".join(part) for each in records for part in each.get("code", {}).items()]
     facts = {
         "Task": f"{first.task}, size {first.size}",
-        "Seeds": ", ".join(map(str, seeds)),
+        "Seeds": ", ".join(map(str, sorted({run.config.seed for run in runs}))),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         # The common value of all runs, or all values.
         **{label: "; ".join(dict.fromkeys(str(each.get(label.lower(), "")) for each in records)) for label in FACTS},

@@ -149,8 +149,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     data = {key: seed if value == schema.SEED and key != "name" else value for key, value in tables["data"].items()}
     if (rows := tables["calibration"].pop("rows", None)) is not None:
         data["calibration"] = rows
-    own = tables["method"].get(method, {})
-    settings = merge_settings(tables["method"].get(objects.base_name(method), {}), own)
+    settings = merge_settings(tables["method"].get(objects.base_name(method), {}), tables["method"].get(method, {}))
     training = merge_settings(tables["training"], settings.pop("training", {}))
     network = merge_settings({"network": tables["network"]}, {"network": settings.pop("network", {})})["network"]
     if "epochs" not in training:

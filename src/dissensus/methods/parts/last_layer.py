@@ -67,8 +67,7 @@ class LinearLayer:
         """(..., C, D) weights and biases side by side in float64, from tensors named like `parameters`."""
         weight, *bias = (tensors[name].double() for name in self.parameters)
         front = weight.ndim - next(iter(self.parameters.values())).ndim
-        parts = [weight.flatten(front + 1), *(each[..., None] for each in bias)]
-        return torch.cat(parts, dim=-1)
+        return torch.cat([weight.flatten(front + 1), *(each[..., None] for each in bias)], dim=-1)
 
     def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
         """The inverse of `matrix`: copies in the shapes and dtypes of the layer's parameters."""

@@ -212,10 +212,9 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         """
         network = member_index(network, self.particles.members)
         particles, mean = self._network_at(network), self._stacked_latents()[0][network]
-        if component is None:
-            return collapse_network(particles, self.sites, mean.mean(0))
-        integer("component", component, least=-self.components, hint=f"this posterior has {self.components}")
-        return collapse_network(particles, self.sites, mean[component])
+        if component is not None:
+            integer("component", component, least=-self.components, hint=f"this posterior has {self.components}")
+        return collapse_network(particles, self.sites, mean.mean(0) if component is None else mean[component])
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)

@@ -189,12 +189,10 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
     def check_network(self) -> None:
         """Raises if the network's parameters, or their requires_grad, have changed since the posterior was built."""
         found, known = weights.network_parameters(self.particles).stored, self.built_with.stored
-        changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
-        if changed:
+        if changed := [name for name in {**found, **known} if found.get(name) is not known.get(name)]:
             got = f"'{changed[0]}' added, removed or replaced since; change the network first, then build the posterior"
             raise ValueError(f"expected the parameters that {type(self).__name__} was built with, got {got}")
-        thawed = [name for name, p in found.items() if p.requires_grad and name not in self.trained.stored]
-        if thawed:
+        if thawed := [name for name, p in found.items() if p.requires_grad and name not in self.trained.stored]:
             built = f"as when {type(self).__name__} was built, got '{thawed[0]}', which was frozen then"
             raise ValueError(f"expected the same trainable parameters {built}; build the posterior afterwards")
 
