@@ -22,7 +22,7 @@ from dissensus.utils.torch_private import pytree
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 # glibc returns freed tensors above 32 MiB to the system at once; of smaller ones, allocated and freed in every step, its heap
 # keeps three quarters more than are ever alive at a time, by measurements (benchmarks/training_memory.py --device cpu).
-RETURNED, HEAP, FEW = 2**25, 1.75, 8  # rows: what is kept for more of them is told by that for 2 to 4
+RETURNED, HEAP, FEW = 2**25, 1.75, 8  # rows: what is kept for more of them is told by that for 2 and 3
 
 
 class PeakMemory(NamedTuple):
@@ -202,9 +202,9 @@ def _count_kept_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype
 
     found: list[int] = []
     with suppress(Exception):  # a user's network may want all rows
-        parts = [*zip(*map(kept_sizes, (2, 3, 4)), strict=True)] if batch.size > FEW else []
-        if all(b - a == c - b for a, b, c in parts):  # as of networks that do not compare rows
-            found = [a + (batch.size - 2) * (b - a) for a, b, _ in parts]
+        parts = [*zip(*map(kept_sizes, (2, 3)), strict=True)] if batch.size > FEW else []
+        if all(a == b or 3 * a == 2 * b for a, b in parts):  # as of networks that do not compare rows
+            found = [a + (batch.size - 2) * (b - a) for a, b in parts]
     return sum(size if size > RETURNED else int(HEAP * size) for size in found or kept_sizes(batch.size)), 0
 
 
