@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
@@ -20,6 +21,7 @@ from dissensus.core.gradients import Gradients, compute_gradients, looped_gradie
 from dissensus.engine import strategies
 from dissensus.engine.training_step import EagerStep
 from dissensus.utils.tensor_tree import OwnTensors
+from dissensus.utils.torch_private import run_backward
 from refusals import refuses
 
 
@@ -420,7 +422,37 @@ def test_a_loss_of_many_numbers_is_refused():
             value, z, buffers = super().member_loss(params, buffers, batch)
             return value.expand(3), z, buffers
 
-    refuses(lambda: gradients.looped_gradients(Many(made("plain")), Batch(X, Y)), "scalar outputs", RuntimeError)
+    for write in (False, True):
+        posterior = Many(made("plain"))
+        refuses(
+            lambda each=posterior, write=write: gradients.in_place_gradients(each, Batch(X, Y), write=write),
+            "scalar outputs", RuntimeError,
+        )  # fmt: skip
+
+
+def test_gradients_are_written_as_torch_writes_them():
+    """Of what is wanted only, with hooks; a mode for torch's functions is asked."""
+    network, seen = made("plain"), []
+    (first, *others), outside = network.parameters(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    first.register_hook(seen.append)
+    first.register_post_accumulate_grad_hook(seen.append)
+    run_backward((network(X) * outside).square().mean(), others[:1])
+    assert outside.grad is first.grad is others[1].grad is None
+    (network(X) * outside).square().mean().backward(inputs=[first])
+    theirs, first.grad = first.grad, None
+    run_backward((network(X) * outside).square().mean(), [first])
+    assert torch.equal(first.grad, theirs)
+    assert len(seen) == 4
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    loss = network(X).mean()
+    with Noted():
+        run_backward(loss, [first])
+    assert any(each is torch.autograd.backward for each in seen)
 
 
 def test_other_tensors_than_its_own_are_put_in_place():

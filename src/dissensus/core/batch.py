@@ -63,7 +63,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on the device."""
-        return self.map(lambda tensor: _move_tensor(tensor, device))
+        here = all(each.device == device for each in self.tensors())
+        return self if here else self.map(lambda tensor: _move_tensor(tensor, device))
 
 
 def split_labels(given: Any, labels: str | None = None, *, required: bool = False) -> Any:

@@ -24,7 +24,7 @@ from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.process_group import world_size
 from dissensus.utils.sharding import is_divided, local_part
 from dissensus.utils.tensor_tree import Tensors, computed_names, named_tensors
-from dissensus.utils.torch_private import gradient_hooks_of, is_inside_ddp, pytree
+from dissensus.utils.torch_private import gradient_hooks_of, is_inside_ddp, pytree, run_backward
 
 
 class Gradients(NamedTuple):
@@ -158,7 +158,7 @@ def in_place_gradients(posterior: Objective, batch: Batch, *, write: bool = Fals
             value, _, after = posterior.member_loss(params, before, batch)
         found: tuple[Tensor | None, ...] = ()
         if write and value.requires_grad:
-            torch.autograd.backward(value, inputs=[*wanted.values()])
+            run_backward(value, wanted.values())
         elif wanted and value.requires_grad:
             found = torch.autograd.grad(value, tuple(wanted.values()), allow_unused=True)
         used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}

@@ -150,7 +150,7 @@ class Classification(Likelihood):
         unweighted = weight is None and self.class_weights is None
         plain = unweighted and self.ignore_index is None and not y.is_floating_point()
         if plain and type(self) is Classification:  # the same gradients without two changes of sign in every graph
-            if outputs.ndim == 2 and y.device.type == "cpu":  # labels were checked, so all count: one operation less
+            if outputs.ndim == 2 and y.is_cpu:  # labels were checked, so all count: one operation less
                 return F.cross_entropy(full_precision(outputs), y.long(), ignore_index=NO_LABEL)
             return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
         if self.class_weights is not None and y.is_floating_point():

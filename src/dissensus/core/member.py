@@ -31,11 +31,12 @@ from dissensus.utils.tensor_tree import (
     Tensors,
     TensorTree,
     derived_names,
-    known_buffers,
     known_submodules,
+    known_tensors,
     run_keeping_tensors,
 )
 from dissensus.utils.torch_private import (
+    buffers_of,
     forward_hooks_of,
     has_vmap_axis,
     in_vmap,
@@ -76,7 +77,8 @@ class Member(nn.Module):
         result = function(self, *args)
         if not self.training:
             return result, {}
-        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else known_buffers(self)
+        named = torch.compiler.is_dynamo_compiling()
+        return result, dict(self.named_buffers()) if named else known_tensors(self, buffers_of)
 
     def nll(self, batch: Batch) -> Tensor:
         """() mean negative log-likelihood of the batch; in training with that of an auxiliary head."""
@@ -346,7 +348,7 @@ class _AttributeSnapshot:
         """A copy, if this is a tensor that is neither registered nor part of a graph or a transform."""
         if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
             return each
-        if is_transformed(each) or any(each is tensor for tensor in known_buffers(self.member).values()):
+        if is_transformed(each) or any(each is tensor for tensor in known_tensors(self.member, buffers_of).values()):
             return each
         return self.copies.setdefault(id(each), each.detach().clone())
 

@@ -234,7 +234,8 @@ class ClassificationPredictive(CategoricalPredictive):
     @cached_property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
-        return entropy_terms(self._log_probs.exp()).sum(self.member_axis).mean(0)
+        each = entropy_terms(self._log_probs.exp()).sum(self.member_axis)
+        return each.mean(0) if len(each) > 1 else each[0]  # whose mean takes as long as a layer
 
     @cached_property
     def epistemic(self) -> Tensor:

@@ -1,7 +1,6 @@
 """Training rules: what a method may define about its training (optimisers, parameter groups, priors, hooks before a step)."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeGuard, Unpack, final
 
@@ -13,6 +12,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.calibrated import CalibratedModule
 from dissensus.core.description import rename_hint
 from dissensus.core.member import PREFIX
+from dissensus.core.member_runner import NOTHING
 from dissensus.core.particles import Particles
 from dissensus.core.prior import (
     Prior,
@@ -27,8 +27,8 @@ from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
-from dissensus.utils.tensor_tree import Tensors, known_submodules
-from dissensus.utils.torch_private import submodule
+from dissensus.utils.tensor_tree import Tensors, known_submodules, known_tensors
+from dissensus.utils.torch_private import buffers_of, inner_modules, parameters_of, submodule
 
 
 class Watchers(nn.ModuleList):
@@ -92,10 +92,22 @@ class TrainableModule(CalibratedModule):
 
     @final
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
-        """As torch's, which walks over all submodules each time that somebody asks for parameters or buffers."""
+        """As torch's, which walks over all submodules each time; so do those of parameters and buffers."""
         if memo is not None or prefix or not remove_duplicate or torch.compiler.is_compiling():
             return super().named_modules(memo, prefix, remove_duplicate)
         return ((path[:-1], part) for path, part in known_submodules(self))
+
+    @final
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        if prefix or not (recurse and remove_duplicate) or torch.compiler.is_compiling():
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        return iter(known_tensors(self, parameters_of).items())
+
+    @final
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        if prefix or not (recurse and remove_duplicate) or torch.compiler.is_compiling():
+            return super().named_buffers(prefix, recurse, remove_duplicate)
+        return iter(known_tensors(self, buffers_of).items())
 
     @property
     @final
@@ -107,7 +119,7 @@ class TrainableModule(CalibratedModule):
     @final
     def recorders(self) -> list[Recorder]:
         """The recorders of this method."""
-        return [part for part in self.children() if isinstance(part, Recorder)]
+        return [part for part in inner_modules(self) if isinstance(part, Recorder)]
 
     @property
     @final
@@ -146,11 +158,11 @@ class TrainableModule(CalibratedModule):
 
         Call it after every `optimizer.step()` in your own training loop; `fit` calls it by itself.
         """
-        recorders = self.recorders
-        with torch.no_grad() if recorders or len(self.watchers) else nullcontext():
+        recorders, watchers = self.recorders, [*inner_modules(self.watchers)]
+        with torch.no_grad() if recorders or watchers else NOTHING:
             for recorder in recorders:
                 recorder.renew_weights()  # first: if it raises, the step is not counted
-            for watcher in self.watchers:
+            for watcher in watchers:
                 watcher.observe(optimizer)
             if stepped := has_stepped(self, optimizer):
                 self.steps.add_(1)

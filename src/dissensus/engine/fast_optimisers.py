@@ -1,6 +1,7 @@
 """Fast optimisers: fused kernels, channels-last weights on GPUs, and rates and counters on the device for CUDA graphs."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from dissensus.core.particles import Particles
 from dissensus.utils.parameter_groups import count_optimizer_step
 from dissensus.utils.sharding import is_divided
-from dissensus.utils.torch_private import adam_kernels, add_tensors, has_step_hooks, sgd_kernel, subtract_tensors
+from dissensus.utils.torch_private import (
+    adam_kernels,
+    add_tensors,
+    has_step_hooks,
+    is_torchs_step,
+    sgd_kernel,
+    subtract_tensors,
+)
 
 KERNELS = (SGD, Adam, AdamW)  # kinds with fused kernels
 FIXED = ("fused", "capturable", "differentiable", "amsgrad", "momentum", "decoupled_weight_decay")  # settings
@@ -94,10 +102,11 @@ class FusedStep:
         found = self.groups if self.known == self._facts() and not has_step_hooks(optimizer, known=1) else []
         gradients = [[each.grad for each in group.trained] for group in found]
         states = [group.states(optimizer) for group in found]  # looked up anew: the user may have put others there
-        if not found or [each for lists in (gradients, *states) for row in lists for each in row if each is None]:
+        if not found or type(None) in map(type, chain(*gradients, *chain(*states))):
             optimizer.step()
             self.groups = [_FusedGroup(each, optimizer) for each in optimizer.param_groups]
-            self.known = self._facts() if all(each.is_simple for each in self.groups) else None
+            simple = is_torchs_step(optimizer.step) and all(each.is_simple for each in self.groups)
+            self.known = self._facts() if simple else None
             return
         flag = getattr(optimizer, "found_inf", None)
         with torch.no_grad():
@@ -107,10 +116,10 @@ class FusedStep:
         count_optimizer_step(optimizer)
 
     def _facts(self) -> list[Any]:
-        """What must not change: settings, and which tensors have no gradient."""
+        """What must not change: `step`, settings, and which tensors have no gradient."""
         groups = self.optimizer.param_groups
         facts = [(id(each), *map(id, each["params"]), *map(each.get, FIXED)) for each in groups]
-        return [*facts, *[each.grad is None for group in self.groups for each in group.idle]]
+        return [self.optimizer.step, *facts, *[each.grad is None for group in self.groups for each in group.idle]]
 
 
 class _FusedGroup:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part
 from dissensus.utils.torch_private import LOCAL_TENSOR, version_of
 
 # Posterior -> the optimiser it last saw, with its step count. Not an attribute, because copies and pickles would hold it.
 _shown: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], list[int]]] = weakref.WeakKeyDictionary()
-# An optimiser's first tensor -> steps in this process. Keyed by a tensor, which wrappers of the optimiser (Accelerate) share.
-_steps: Any = WeakTensorKeyDictionary()
+# id of an optimiser's first tensor -> the tensor, steps in this process. Wrappers of the optimiser (Accelerate) share it.
+_steps: dict[int, tuple[weakref.ref[Tensor], list[int]]] = {}
 # Optimisers (by the name of the class or a base class) that mix the entries of a tensor.
 MIXING = frozenset(("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "SOAP", "Shampoo"))
 
@@ -157,12 +156,8 @@ def check_rates(optimizer: Any) -> None:
 
 def count_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and where a step is not torch's own."""
-    first = next((each for group in optimizer.param_groups for each in group["params"]), None)
-    if first is not None:
-        counter = _steps.get(key := _step_key(first))
-        if counter is None:  # slow to write, so what is there is a list, which is changed
-            _steps[key] = counter = [0]
-        counter[0] += 1
+    if held := _optimizer_tensors(optimizer):
+        _step_counter(held[0])[0] += 1
 
 
 register_optimizer_step_post_hook(count_optimizer_step)
@@ -180,15 +175,20 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
         _shown[posterior] = weakref.ref(optimizer), (before := [])
     held = _optimizer_tensors(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
-    now = [_steps.get(_step_key(held[0]), (0,))[0], *[version_of(each) for each in held]]
+    now = [*_step_counter(held[0]), *map(version_of, held)]
     stepped = now[0] > 0 if new else now != before
     before[:] = now  # in place: the dictionary is slow to write
     return stepped or all(each.grad is None for each in held)
 
 
-def _step_key(first: Tensor) -> Tensor:
+def _step_counter(first: Tensor) -> list[int]:
+    """[steps of optimisers with this first tensor]."""
     # Of one that processes have parts of the part: torch cannot move a module with a weak reference to the tensor itself.
-    return getattr(first, LOCAL_TENSOR, first)
+    first = getattr(first, LOCAL_TENSOR, first)
+    known, counter = _steps.get(key := id(first), (None, []))
+    if known is None or known() is not first:
+        _steps[key] = weakref.ref(first, lambda _: _steps.pop(key, None)), (counter := [0])
+    return counter
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -233,10 +233,10 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     return dict(own), own.buffers
 
 
-def known_buffers(module: nn.Module) -> Tensors:
-    """Name -> buffer of a module of this library, which keeps its submodules."""
+def known_tensors(module: nn.Module, registered_in: Callable[..., Any]) -> Tensors:
+    """Name -> tensor in these registries of a module of this library, which keeps its submodules."""
     found: Tensors = {}
-    _collect(known_submodules(module), buffers_of, found)
+    _collect(known_submodules(module), registered_in, found)
     return found
 
 

@@ -17,11 +17,13 @@ from torch import Tensor, distributed, nn
 from torch._C import _functorch as functorch
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch._utils import _flatten_dense_tensors as flatten_all, _unflatten_dense_tensors as unflatten_all
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm, _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,6 +106,11 @@ def submodule(name: str) -> Any:
             raise AttributeError(name) from None
 
     return property(final(find))
+
+
+def inner_modules(module: nn.Module) -> Iterable[Any]:
+    """The submodules of a module, not those in them."""
+    return module._modules.values()
 
 
 def copy_with(module: Any, buffers: Mapping[str, Tensor], children: Mapping[str, nn.Module | None]) -> Any:
@@ -208,16 +215,29 @@ def replace_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., An
 
 def has_step_hooks(optimizer: Any, known: int) -> bool:
     """Whether something takes part in the optimiser's step, besides so many hooks of all optimisers after it."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    own = bool(hooks) or hasattr(optimizer, "grad_scale")
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     others = _global_optimizer_pre_hooks or len(_global_optimizer_post_hooks) > known
-    step = optimizer.step  # around which torch puts wrappers that only note that it was called
-    while step is not None and not own:
+    return bool(own or others) or hasattr(optimizer, "grad_scale") or profiles()
+
+
+def is_torchs_step(step: Any) -> bool:
+    """Whether this is torch's own `step`, or that in wrappers of torch, which only note that it was called."""
+    while step is not None:
         step = step.__func__ if isinstance(step, MethodType) else step
-        plain = isinstance(step, FunctionType)  # another object may pass on what it asks of torch's
-        own = not plain or not step.__globals__.get("__name__", "").startswith("torch.")
+        # another object may pass on what it asks of torch's
+        if not isinstance(step, FunctionType) or not step.__globals__.get("__name__", "").startswith("torch."):
+            return False
         step = getattr(step, "__wrapped__", None)
-    return own or bool(others) or profiles()
+    return True
+
+
+def run_backward(loss: Tensor, wanted: Iterable[Tensor]) -> None:
+    """Sets `.grad` of what is wanted, as `loss.backward(inputs=wanted)`, whose questions take as long as a small layer."""
+    if loss.shape or not loss.is_floating_point() or has_torch_function((loss,)):
+        torch.autograd.backward(loss, inputs=[*wanted])
+        return
+    how = {"allow_unreachable": True, "accumulate_grad": True}
+    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (*wanted,), **how)
 
 
 def in_backward_pass() -> bool:
