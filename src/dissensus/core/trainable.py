@@ -28,7 +28,7 @@ from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import check_keywords, one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
 from dissensus.utils.tensor_tree import Tensors, known_submodules, known_tensors
-from dissensus.utils.torch_private import buffers_of, inner_modules, parameters_of, submodule
+from dissensus.utils.torch_private import buffers_of, parameters_of, submodule
 
 
 class Watchers(nn.ModuleList):
@@ -119,7 +119,7 @@ class TrainableModule(CalibratedModule):
     @final
     def recorders(self) -> list[Recorder]:
         """The recorders of this method."""
-        return [part for part in inner_modules(self) if isinstance(part, Recorder)]
+        return [part for part in self.children() if isinstance(part, Recorder)]
 
     @property
     @final
@@ -158,7 +158,7 @@ class TrainableModule(CalibratedModule):
 
         Call it after every `optimizer.step()` in your own training loop; `fit` calls it by itself.
         """
-        recorders, watchers = self.recorders, [*inner_modules(self.watchers)]
+        recorders, watchers = self.recorders, [*self.watchers]
         with torch.no_grad() if recorders or watchers else NOTHING:
             for recorder in recorders:
                 recorder.renew_weights()  # first: if it raises, the step is not counted

@@ -51,8 +51,7 @@ class GaussianPerturbation(SamplingPosterior):
                 # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
                 scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
                 epsilon = sample_normal(samples, weight, generator).to(scale.dtype)
-                drawn = (weight + scale * epsilon).to(weight.dtype)  # (S, ...)
-                found[name] = shard_like(drawn, stored, before=1)
+                found[name] = shard_like((weight + scale * epsilon).to(weight.dtype), stored, before=1)  # (S, ...)
             return found
 
         return stack_networks(around, self.particles.members)

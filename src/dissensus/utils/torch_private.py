@@ -108,11 +108,6 @@ def submodule(name: str) -> Any:
     return property(final(find))
 
 
-def inner_modules(module: nn.Module) -> Iterable[Any]:
-    """The submodules of a module, not those in them."""
-    return module._modules.values()
-
-
 def copy_with(module: Any, buffers: Mapping[str, Tensor], children: Mapping[str, nn.Module | None]) -> Any:
     """A copy of the module with these buffers and submodules, and with the module's own under other names."""
     copied = copy.copy(module)
