@@ -157,7 +157,7 @@ def in_place_gradients(posterior: Objective, batch: Batch, *, write: bool = Fals
         with torch.enable_grad():
             value, _, after = posterior.member_loss(params, before, batch)
         found: tuple[Tensor | None, ...] = ()
-        if write and value.requires_grad:
+        if write and wanted and value.requires_grad:
             run_backward(value, wanted.values())
         elif wanted and value.requires_grad:
             found = torch.autograd.grad(value, tuple(wanted.values()), allow_unused=True)

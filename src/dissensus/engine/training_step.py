@@ -39,7 +39,7 @@ from dissensus.utils.torch_private import flatten_all, unflatten_all, unscale_te
 @functools.cache
 def keep_freed_memory() -> None:
     """Lets glibc keep what a step frees, up to 64 MiB, as it does once it has freed 32: else each gets its pages anew."""
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+    torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
 
 class EagerStep:
