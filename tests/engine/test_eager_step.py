@@ -1,8 +1,5 @@
 """Steps of several batches, and clipping member by member: the same as one large batch and each member alone."""
 
-import platform
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -184,27 +181,3 @@ def test_gathered_gradients_that_the_optimizer_does_not_hold_count_once_in_the_n
         ds.fit(posterior, batches, epochs=1, optimizer=optimizer, clip=0.01, accumulate=gathered, progress=False)
         heads.append(head.weight.detach())
     torch.testing.assert_close(heads[1], heads[0], rtol=0, atol=1e-15)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc decides how much freed memory it keeps")
-def test_memory_of_a_step_is_kept_for_the_next():
-    """Three blocks of 12 MiB are more than glibc keeps of itself; it then takes 9,216 pages anew in every round."""
-    code = """
-import resource, torch
-from dissensus.engine.training_step import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
-        blocks = [torch.ones(12 * 2**18) for _ in range(3)]
-        del blocks
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5
-
-first = faults()
-keep_freed_memory()
-faults()
-print(first, faults())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    without, kept = map(float, done.stdout.split())
-    assert kept <= 0.1 * without or without < 1000  # a system that counts no faults

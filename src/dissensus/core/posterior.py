@@ -34,7 +34,7 @@ from dissensus.numerics.randomness import RandomnessDetector, preserve_random_st
 from dissensus.utils.checks import pixel_warning
 from dissensus.utils.parameter_groups import clip_members
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_modes import eval_mode, untimed_convolutions
+from dissensus.utils.torch_modes import eval_mode, keep_freed_memory, untimed_convolutions
 from dissensus.utils.torch_private import MODULE_CALL, buffers_of, children_of
 
 log = logging.getLogger("dissensus")
@@ -309,6 +309,7 @@ def expect_posterior(given: object) -> Posterior:
 def inference_context(posterior: Posterior) -> Iterator[None]:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
     particles = expect_posterior(posterior).particles
+    keep_freed_memory()
     random = preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random, ahead=True)
     with particles.lock_network(), random, torch.set_grad_enabled(False):
         parts = posterior.known_parts(*children_of(posterior).values(), *particles.templates, trees=False)

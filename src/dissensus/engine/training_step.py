@@ -5,7 +5,6 @@ GPU a flag on the device makes fused optimisers skip all steps from then on, and
 once per epoch. The posterior keeps its state after the last good step. `CapturedStep` replays whole steps from a CUDA graph.
 """
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -36,12 +35,6 @@ from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_private import flatten_all, unflatten_all, unscale_tensors
 
 
-@functools.cache
-def keep_freed_memory() -> None:
-    """Lets glibc keep what a step frees, up to 64 MiB, as it does once it has freed 32: else each gets its pages anew."""
-    torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
-
-
 class EagerStep:
     """One optimiser step of all members per `accumulate` batches, equal to a step on one large batch."""
 
@@ -63,7 +56,6 @@ class EagerStep:
         self._restore, self._step_optimizer = use_fused_kernels(optimizer), FusedStep(optimizer)
         self._trained = list(posterior.parameters())  # found once: it takes as long as a small layer
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
-        keep_freed_memory()
 
     def __call__(self, batch: Batch, *, observe: bool = True) -> Tensor:
         """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step.
