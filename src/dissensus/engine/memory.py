@@ -21,8 +21,8 @@ from dissensus.utils.torch_private import pytree
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 # glibc returns freed tensors above 32 MiB to the system at once; of smaller ones, allocated and freed in every step, its heap
-# keeps three quarters more than are ever alive at a time, by measurements (benchmarks/training_memory.py --device cpu).
-RETURNED, HEAP, FEW = 2**25, 1.75, 8  # rows: what is kept for more of them is told by that for 2 and 3
+# keeps nine tenths more than are ever alive at a time, by measurements (benchmarks/training_memory.py --device cpu).
+RETURNED, HEAP, FEW = 2**25, 1.9, 8  # rows: what is kept for more of them is told by that for 2 and 3
 
 
 class PeakMemory(NamedTuple):
