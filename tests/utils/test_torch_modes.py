@@ -54,7 +54,7 @@ def test_what_is_on_in_one_thread_is_off_in_another():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc decides how much freed memory it keeps")
 def test_freed_memory_is_kept():
-    """Three blocks of 12 MiB are more than glibc keeps of itself; it then takes 9,216 pages anew in every round."""
+    """Three blocks of 8 MiB are more than glibc keeps of itself; it then takes up to 6,144 pages anew in every round."""
     code = """
 import resource, torch
 from dissensus.utils.torch_modes import keep_freed_memory
@@ -62,7 +62,7 @@ from dissensus.utils.torch_modes import keep_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
-        blocks = [torch.ones(12 * 2**18) for _ in range(3)]
+        blocks = [torch.ones(8 * 2**18) for _ in range(3)]
         del blocks
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5
 
@@ -73,4 +73,4 @@ print(first, faults())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     without, kept = map(float, done.stdout.split())
-    assert kept <= 0.1 * without or without < 1000  # a system that counts no faults
+    assert kept <= 0.1 * without or without < 500  # a system that counts no faults

@@ -31,8 +31,8 @@ _mode = attrgetter("training")
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Lets glibc keep what a batch frees, up to 64 MiB, as it does once it has freed 32: else the next gets its pages anew."""
-    torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
+    """Lets glibc keep what a batch frees, up to 32 MiB, as it does once it has freed 16: else the next gets its pages anew."""
+    torch.empty(2**24 - 2**16, dtype=torch.uint8, device="cpu")
 
 
 class eval_mode:  # not a generator, which takes three times as long
